@@ -1,0 +1,43 @@
+# Works on a fresh clone with nothing but python3 and make; `make help` lists the targets.
+
+PYTHON ?= python3
+VENV   ?= .venv
+EXTRAS ?= cu13,mpich,test
+N      ?= 4
+
+# VENV= (empty) runs everything with $(PYTHON) as it is, for machines that cannot install.
+PY    := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+MPIRUN ?= $(if $(VENV),$(VENV)/bin/mpirun,mpirun)
+READY := $(if $(VENV),$(VENV)/.installed-$(subst /,_,$(PYTHON)))
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
+
+# Made anew when pyproject.toml changes or another PYTHON is asked for.
+$(VENV)/.installed-%: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "$(PYTHON) is missing or older than Python 3.10; name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version) (once, about a minute)"
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[$(EXTRAS)]'
+	@touch $@
+
+test: lint ## lint, then every test that needs no GPU
+	$(PY) -m pytest
+
+lint: $(READY) ## ruff, and mypy --strict on the package
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+clean: ## remove the virtual environment and what tools left behind
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help test lint clean
