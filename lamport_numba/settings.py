@@ -164,7 +164,7 @@ _TABLE: tuple[tuple[str, str, Any, str, Callable[[str], Any], str | None], ...] 
         "FABRIC",
         "immediate or adversarial",
         "immediate",
-        "Emulated device: how stores reach other ranks. adversarial: late, reordered, threads and ranks in random order.",
+        "Emulated device: how stores travel. adversarial: late, reordered, with threads and ranks in random order.",
         _choice("immediate", "adversarial"),
         None,
     ),
