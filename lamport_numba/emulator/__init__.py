@@ -1,0 +1,1 @@
+"""The emulated device: the same PTX text, run on the CPU."""
