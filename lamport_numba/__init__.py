@@ -15,10 +15,12 @@ if sys.platform != "linux":
     raise ImportError(f"lamport_numba runs on Linux only (x86-64 and aarch64), and this is {sys.platform}")
 
 if TYPE_CHECKING:
-    pass
+    from .emulator.ranks import run_ranks as run_ranks
 
 # public name -> module that defines it; the imports above tell type checkers the same
-_PUBLIC: dict[str, str] = {}
+_PUBLIC: dict[str, str] = {
+    "run_ranks": ".emulator.ranks",
+}
 
 __all__ = ["__version__", *_PUBLIC]
 
