@@ -1,26 +1,15 @@
-"""Find and read the PTX files: the package's own copy in a wheel, the top-level ``ptx/`` in a checkout."""
+"""Find and read the PTX files, wherever the package is: in a wheel, an editable install or a bare checkout."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent
-_IN_WHEEL = _PACKAGE / "_ptx"
-_IN_CHECKOUT = _PACKAGE.parent / "ptx"
+from . import shipped
 
 
 def directory() -> Path:
-    """Return the folder that holds the PTX files.
-
-    Raises:
-        FileNotFoundError: neither a wheel's folder nor a checkout's is there.
-    """
-    for folder in (_IN_WHEEL, _IN_CHECKOUT):
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(
-        f"no PTX files: looked in {_IN_WHEEL} and {_IN_CHECKOUT}; install the package, or run from a whole checkout"
-    )
+    """Return the folder that holds the PTX files. Raises FileNotFoundError if there is none."""
+    return shipped.folder("ptx")
 
 
 def names() -> list[str]:

@@ -1,0 +1,97 @@
+"""The commands: their help, how they start, and what they answer where they cannot."""
+
+import json
+
+import pytest
+from helpers import mpirun
+
+from lamport_numba import __version__, cli
+from lamport_numba.cli import _common
+from lamport_numba.launcher import Launched
+
+COMMANDS = sorted(cli.commands())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_the_common_options(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert "--device {auto,cuda,emulated}" in text
+    assert "--transport {auto,peer,multicast,measure}" in text
+
+
+def test_the_commands_are_listed_with_their_summaries(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name, module in cli.commands().items():
+        assert f"{name} {module.SUMMARY}" in text
+
+
+def test_version():
+    assert mpirun.command(["-m", "lamport_numba", "--version"], None).stdout.strip() == __version__
+
+
+def test_help_starts_no_mpi_and_loads_no_cuda():
+    code = (
+        "import sys; from lamport_numba import cli\n"
+        "try: cli.main(['demo', '--help'])\n"
+        "except SystemExit: print([m for m in ('mpi4py.MPI', 'cuda.bindings.driver', 'numba') if m in sys.modules])"
+    )
+    assert mpirun.command(["-c", code], None).stdout.splitlines()[-1] == "[]"
+
+
+def test_a_launcher_of_another_mpi_library_is_an_error():
+    four = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    if mpirun.launcher().family == "openmpi":
+        four = {"PMI_RANK": "0", "PMI_SIZE": "4"}
+    for command in ("demo", "info"):
+        done = mpirun.command(["-m", "lamport_numba", command], None, env=four, check=False)
+        assert done.returncode == 2
+        assert "started 4 ranks" in done.stderr
+        assert "a world of 1" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "size", "wrong"),
+    [
+        (Launched(), 1, False),
+        (Launched("MPICH", 0, 1), 1, False),
+        (Launched("MPICH", 1, 4), 4, False),
+        (Launched("Open MPI", 1, 4), 1, True),
+        (Launched("Slurm", 0, 2), 1, True),
+        (Launched("Slurm", 0, 8), 4, False),  # a launcher within a step
+    ],
+)
+def test_when_launcher_and_library_do_not_fit(said, size, wrong):
+    complaint = _common.mismatch(said, size, "MPICH Version:      5.0.2\nMPICH Release date: ...")
+    assert (complaint is not None) == wrong
+    if complaint:
+        assert f"started {said.size} ranks" in complaint
+        assert "MPICH 5.0.2" in complaint
+
+
+def test_a_bad_setting_is_one_line():
+    done = mpirun.command(
+        ["-m", "lamport_numba", "info"],
+        None,
+        env={"LAMPORT_NUMBA_TRANSPORT": "pigeon", "LAMPORT_NUMBA_DEVICE": "gpu"},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "LAMPORT_NUMBA_DEVICE='gpu'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_info_of_a_device_that_is_not_there_says_why_and_fails():
+    done = mpirun.command(["-m", "lamport_numba", "info", "--json", "--device", "cuda"], None, check=False)
+    found = json.loads(done.stdout)
+    assert found["version"] == __version__
+    cuda = found["devices"]["cuda"]
+    assert done.returncode == (0 if cuda["usable"] else 1)
+    if not cuda["usable"]:
+        assert cuda["why_not"]
+        assert cuda["transports"]["multicast"]["why_not"] == cuda["why_not"]
