@@ -1,0 +1,349 @@
+"""Rendezvous on the host: our own duplicate of a communicator, and waits that end by a deadline and say who is missing.
+
+Ranks send each other fixed-size frames, so a rank that waits knows exactly whose frame has not come. When its deadline
+passes it calls the roll: it tells everybody that the rendezvous is over and listens for a moment. A rank that only
+waited for somebody else answers with what *it* misses; so all end with the same names, and a messenger is not blamed. A
+rank that comes too late finds the roll call and raises as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, NoReturn
+
+from .. import settings
+from ..errors import ClosedError, MulticastUnavailable, RendezvousTimeout, SetupError
+
+__all__ = ["Communicator"]
+
+_TAG: Final = 32101  # below 32767, the smallest upper bound that MPI promises
+_ROLL_TAG: Final = 32102
+_FRAME: Final = 2048  # bytes of every message
+_HEADER: Final = struct.Struct("<4sIII")  # magic, number of the stage, checksum of its name, bytes of the whole payload
+_MAGIC: Final = b"LNf1"
+_ROOM: Final = _FRAME - _HEADER.size
+_GRACE: Final = 0.75  # seconds to listen after the roll call
+_LISTEN: Final = 0.02  # seconds between looks for a roll call
+
+_abandoned: list[Any] = []  # requests that will never complete, and their buffers: MPI may still write to them
+
+
+class Communicator:
+    """A duplicate of an mpi4py communicator, or of run_ranks's, for the library's own traffic. Collective.
+
+    Attributes: ``rank``, ``size``, ``timeout`` (seconds; the deadline of each stage that is given none).
+
+    Raises RendezvousTimeout (``missing`` names the ranks) if not all ranks come within ``timeout`` (None: what
+    LAMPORT_NUMBA_SETUP_TIMEOUT says). After that the object refuses work.
+    """
+
+    def __init__(self, comm: Any, *, timeout: float | None = None) -> None:
+        if not all(hasattr(comm, name) for name in ("Idup", "Isend", "Irecv", "Iprobe")):
+            raise TypeError(
+                f"comm is {comm!r}; expected an mpi4py communicator, as MPI.COMM_WORLD, or that of run_ranks"
+            )
+        if getattr(comm, "Is_inter", bool)():
+            raise TypeError("comm is an inter-communicator; expected an intra-communicator")
+        self.rank = int(comm.Get_rank())
+        self.size = int(comm.Get_size())
+        self.timeout = float(settings.get("SETUP_TIMEOUT")) if timeout is None else float(timeout)
+        self._pid = os.getpid()
+        self._clock: Callable[[], float] = getattr(comm, "clock", time.monotonic)
+        self._pause: Callable[[float], None] = getattr(comm, "pause", time.sleep)
+        self._longest = 0.02 if hasattr(comm, "pause") else 1e-3  # that pause ends when something arrives
+        self._stage = 0
+        self._over: Exception | None = None  # why the rendezvous is over
+        self._called = False  # this rank has answered the roll
+        self._freed = False
+        self._ears = [comm]  # where a roll may be called: the caller's communicator only until all have ours
+        self._comm = self._duplicate(comm)
+        self._ears = [comm, self._comm]
+        self.barrier("start")
+        self._ears = [self._comm]
+
+    # Stages
+
+    def all_gather(self, data: bytes, stage: str, timeout: float | None = None) -> list[bytes]:
+        """Every rank's ``data`` (any size), in rank order. ``stage`` is the name that errors carry."""
+        self._check()
+        number = self._stage
+        self._stage += 1
+        exchange = _Exchange(self._comm, self.rank, number, stage, data)
+        try:
+            self._await(exchange.advance, exchange.missing, stage, timeout)
+            self._listen(stage, exchange.missing, self.timeout if timeout is None else timeout)
+        except BaseException:
+            exchange.abandon()
+            raise
+        return exchange.results()
+
+    def barrier(self, stage: str, timeout: float | None = None) -> None:
+        """Wait until all ranks have come to ``stage``."""
+        self.all_gather(b"", stage, timeout)
+
+    def vote(self, stage: str, error: BaseException | None = None, timeout: float | None = None) -> None:
+        """Tell all ranks whether this one has failed; if any has, every rank raises the same SetupError.
+
+        It names the lowest rank that failed, the call and the code, and is a MulticastUnavailable if that rank's error
+        was.
+        """
+        ballots = self.all_gather(b"" if error is None else _encode(self.rank, stage, error), stage, timeout)
+        failed = [rank for rank, ballot in enumerate(ballots) if ballot]
+        if failed:
+            raise _decode(ballots[failed[0]], failed[1:]) from error
+
+    def share(self, value: Any, stage: str, timeout: float | None = None) -> list[Any]:
+        """Every rank's ``value`` (what JSON can carry), in rank order."""
+        return [json.loads(text) for text in self.all_gather(json.dumps(value).encode(), stage, timeout)]
+
+    def give_up(self, reason: str) -> None:
+        """Tell the others, without waiting, that this rank leaves; they raise SetupError at their next stage."""
+        if self._over is None and not self._freed and os.getpid() == self._pid:
+            self._over = ClosedError(f"this rank gave up: {reason}")
+            self._call_roll("", (), reason)
+
+    def free(self) -> None:
+        """Free the duplicate. Collective; nothing may be under way. Idempotent."""
+        if not self._freed and self._over is None and os.getpid() == self._pid:
+            self._freed = True
+            self._comm.Free()
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this object belongs to process {self._pid} and cannot be used in its fork {os.getpid()}: "
+                "neither MPI nor CUDA survives a fork; start processes by mpirun or by spawn"
+            )
+        if self._over is not None:
+            raise self._over
+        if self._freed:
+            raise ClosedError("the communicator was closed")
+
+    # Waiting
+
+    def _duplicate(self, comm: Any) -> Any:
+        others = tuple(rank for rank in range(self.size) if rank != self.rank)
+        duplicate, request = comm.Idup()
+        try:
+            self._await(lambda: bool(request.Test()), lambda: others, "duplicate the communicator", None)
+        except BaseException:
+            _abandoned.append((duplicate, request))
+            raise
+        return duplicate
+
+    def _await(
+        self,
+        done: Callable[[], bool],
+        missing: Callable[[], tuple[int, ...]],
+        stage: str,
+        timeout: float | None,
+    ) -> None:
+        """Call ``done`` until it is true, with a growing pause; raise when the deadline passes or a roll is called."""
+        seconds = self.timeout if timeout is None else timeout
+        start = self._clock()
+        listen = start + _LISTEN
+        pause = 0.0
+        while True:
+            try:
+                if done():
+                    return
+            except SetupError as error:
+                self._over = error
+                self._call_roll(stage, (), str(error))
+                raise
+            now = self._clock()
+            if now - start >= seconds:
+                self._end(stage, missing(), seconds)
+            if now >= listen:
+                self._listen(stage, missing, seconds)
+                listen = now + _LISTEN
+            self._pause(max(min(pause, start + seconds - now), 0.0))
+            pause = min(pause * 1.5 + 1e-5, self._longest)
+
+    # The roll call
+
+    def _listen(self, stage: str, missing: Callable[[], tuple[int, ...]], seconds: float) -> None:
+        """Raise if another rank has called the roll."""
+        for comm in self._ears:
+            if any(comm.Iprobe(source=rank, tag=_ROLL_TAG) for rank in range(self.size) if rank != self.rank):
+                self._end(stage, missing(), seconds)
+
+    def _call_roll(self, stage: str, missing: tuple[int, ...], reason: str | None) -> None:
+        """Tell every other rank that the rendezvous is over."""
+        if self._called:
+            return
+        self._called = True
+        # ASCII, and short enough for a frame
+        said = {
+            "stage": stage[:100],
+            "missing": missing[:100],
+            "reason": reason and reason.encode("ascii", "replace")[:1000].decode(),
+        }
+        text = json.dumps(said).encode()
+        for rank in range(self.size):
+            for comm in self._ears if rank != self.rank else ():
+                with suppress(Exception):  # that rank is dead, and MPI knows
+                    _leave(comm.Isend(text, dest=rank, tag=_ROLL_TAG), text)
+
+    def _end(self, stage: str, missing: tuple[int, ...], seconds: float) -> NoReturn:
+        """Call the roll, hear the others, and raise the error that all of them raise."""
+        self._call_roll(stage, missing, None)
+        answers: dict[int, dict[str, Any]] = {}
+        others = set(range(self.size)) - {self.rank}
+        end = self._clock() + _GRACE
+        while set(answers) != others and self._clock() < end:
+            for rank in sorted(others - set(answers)):
+                answer = self._answer(rank)
+                if answer is not None:
+                    answers[rank] = answer
+            self._pause(0.005)
+        self._over = _verdict(self.rank, stage, missing, seconds, answers)
+        raise self._over
+
+    def _answer(self, rank: int) -> dict[str, Any] | None:
+        """What ``rank`` said when it called the roll, if it has."""
+        for comm in self._ears:
+            if comm.Iprobe(source=rank, tag=_ROLL_TAG):
+                buffer = bytearray(_FRAME)
+                comm.Irecv(buffer, source=rank, tag=_ROLL_TAG).Wait()
+                answer: dict[str, Any] = json.loads(buffer.rstrip(b"\0"))
+                return answer
+        return None
+
+
+class _Exchange:
+    """One all-gather in frames: what has been sent, what has come from whom."""
+
+    def __init__(self, comm: Any, rank: int, number: int, stage: str, data: bytes) -> None:
+        self._comm = comm
+        self._number = number
+        self._check = zlib.crc32(stage.encode())
+        self._name = stage
+        self._parts: dict[int, bytearray] = {rank: bytearray(data)}
+        self._size = int(comm.Get_size())
+        self._sends: list[tuple[Any, int, bytes]] = []
+        self._receives: dict[int, tuple[Any, bytearray]] = {}
+        frames = list(_frames(number, self._check, data))
+        for step in range(1, self._size):  # every rank starts with another, so that nobody is flooded
+            peer = (rank + step) % self._size
+            self._sends += [(comm.Isend(frame, dest=peer, tag=_TAG), peer, frame) for frame in frames]
+            self._post(peer)
+
+    def _post(self, source: int) -> None:
+        buffer = bytearray(_FRAME)
+        self._receives[source] = (self._comm.Irecv(buffer, source=source, tag=_TAG), buffer)
+
+    def missing(self) -> tuple[int, ...]:
+        """Ranks whose part has not come, or that have not taken ours."""
+        return tuple(sorted({*self._receives, *(peer for _, peer, _ in self._sends)}))
+
+    def results(self) -> list[bytes]:
+        return [bytes(self._parts[rank]) for rank in range(self._size)]
+
+    def advance(self) -> bool:
+        """Take what has come; True when all has, and all of ours has left."""
+        for source, (request, buffer) in list(self._receives.items()):
+            if _test(request, source, self._name):
+                self._take(source, buffer)
+        self._sends = [send for send in self._sends if not _test(send[0], send[1], self._name)]
+        return not self._receives and not self._sends
+
+    def abandon(self) -> None:
+        """Give up what has not come."""
+        for request, buffer in self._receives.values():
+            request.Cancel()
+            _leave(request, buffer)
+        for request, _, frame in self._sends:
+            _leave(request, frame)
+
+    def _take(self, source: int, frame: bytearray) -> None:
+        magic, number, check, length = _HEADER.unpack_from(frame)
+        if magic != _MAGIC or number != self._number or check != self._check:
+            raise SetupError(
+                f"rank {source} is at another stage than '{self._name}': do all ranks run the same version of the "
+                "library and construct the same objects in the same order?",
+                rank=source,
+                step=self._name,
+            )
+        part = self._parts.setdefault(source, bytearray())
+        part += frame[_HEADER.size : _HEADER.size + min(length - len(part), _ROOM)]
+        if len(part) < length:
+            self._post(source)
+        else:
+            del self._receives[source]
+
+
+def _leave(request: Any, buffer: Any) -> None:
+    """Keep a request that is not complete, and its buffer, for as long as MPI may touch them."""
+    try:
+        if request.Test():
+            return
+    except Exception:
+        return
+    _abandoned.append((request, buffer))
+
+
+def _test(request: Any, peer: int, stage: str) -> bool:
+    try:
+        return bool(request.Test())
+    except Exception as error:
+        if type(error).__module__ != "mpi4py.MPI":  # run_ranks's own errors pass
+            raise
+        raise SetupError(f"rank {peer} cannot be reached at '{stage}': {error}", rank=peer, step=stage) from error
+
+
+def _frames(number: int, check: int, data: bytes) -> list[bytes]:
+    header = _HEADER.pack(_MAGIC, number, check, len(data))
+    cuts = max(math.ceil(len(data) / _ROOM), 1)
+    return [(header + data[i * _ROOM : (i + 1) * _ROOM]).ljust(_FRAME, b"\0") for i in range(cuts)]
+
+
+def _verdict(
+    me: int, stage: str, missing: tuple[int, ...], seconds: float, answers: dict[int, dict[str, Any]]
+) -> SetupError:
+    """Who is to blame: a rank that somebody missed and that did not answer the roll."""
+    for rank in sorted(answers):
+        if answers[rank]["reason"]:
+            return SetupError(f"rank {rank} gave up: {answers[rank]['reason']}", rank=rank, step=stage)
+    named = set(missing).union(*(answer["missing"] for answer in answers.values()))
+    silent = named - set(answers) - {me}
+    if silent:
+        return RendezvousTimeout(stage, tuple(sorted(silent)), seconds)
+    if me in named:
+        return RendezvousTimeout(
+            stage, (me,), seconds, detail=f"this rank, {me}, came after the deadline of the others"
+        )
+    return RendezvousTimeout(stage, tuple(sorted(named)), seconds, detail="they came after the deadline")
+
+
+def _encode(rank: int, stage: str, error: BaseException) -> bytes:
+    text = str(error) or type(error).__name__
+    ballot = {
+        "rank": rank,
+        "stage": stage,
+        "text": text.removeprefix(f"rank {rank}: "),
+        "type": type(error).__name__,
+        "call": getattr(error, "call", None),
+        "code": getattr(error, "code", None),
+        "reason": error.reason if isinstance(error, MulticastUnavailable) else None,
+    }
+    return json.dumps(ballot, default=str).encode()
+
+
+def _decode(ballot: bytes, also: list[int]) -> SetupError:
+    """The error that every rank raises."""
+    said = json.loads(ballot)
+    message = f"rank {said['rank']} failed at '{said['stage']}': {said['text']}"
+    if also:
+        message += f" (and so did rank{'s' if len(also) > 1 else ''} {', '.join(map(str, also))})"
+    where = {"rank": said["rank"], "step": said["stage"], "call": said["call"], "code": said["code"]}
+    if said["reason"] is not None:
+        return MulticastUnavailable(message, reason=said["reason"], **where)
+    return SetupError(message, **where)

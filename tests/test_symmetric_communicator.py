@@ -1,0 +1,196 @@
+"""The rendezvous: payloads of any size, votes that are the same everywhere, and deadlines that blame the right rank."""
+
+import os
+import time
+
+import pytest
+
+from lamport_numba import run_ranks
+from lamport_numba.errors import ClosedError, DriverError, MulticastUnavailable, RendezvousTimeout, SetupError
+from lamport_numba.symmetric.communicator import Communicator
+
+
+def everywhere(n, program):
+    """Run ``program(communicator)`` on every rank; return what each returned or raised."""
+
+    def body(comm):
+        try:
+            communicator = Communicator(comm, timeout=10)
+            return program(communicator)
+        except Exception as error:
+            return error
+
+    return run_ranks(n, body, timeout=60)
+
+
+def payload(rank, length):
+    return bytes((rank * 37 + i * 11) % 251 for i in range(length))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_all_gather_of_any_size(n):
+    lengths = [0, 1, 2031, 2032, 2033, 10000]
+
+    def program(c):
+        for length in lengths:
+            assert c.all_gather(payload(c.rank, length + c.rank), "x") == [payload(r, length + r) for r in range(n)]
+        c.barrier("y")
+        assert c.share({"rank": c.rank}, "z") == [{"rank": r} for r in range(n)]
+        c.free()
+        c.free()
+        with pytest.raises(ClosedError):
+            c.barrier("after")
+        return "fine"
+
+    assert everywhere(n, program) == ["fine"] * n
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_a_vote_raises_the_same_error_everywhere(failing):
+    def program(c):
+        c.vote("first")
+        c.vote("create", DriverError("cuMemCreate", 2, rank=c.rank) if c.rank == failing else None)
+
+    errors = everywhere(3, program)
+    assert len({str(error) for error in errors}) == 1
+    for error in errors:
+        assert type(error) is SetupError
+        assert (error.rank, error.step, error.call, error.code) == (failing, "create", "cuMemCreate", 2)
+        assert str(error).startswith(f"rank {failing} failed at 'create': cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY")
+    assert isinstance(errors[failing].__cause__, DriverError)
+
+
+def test_a_vote_keeps_the_reason_and_counts_all_who_failed():
+    def program(c):
+        c.vote("bind", MulticastUnavailable("no slots", reason="slots") if c.rank else None)
+
+    errors = everywhere(3, program)
+    assert {(type(e), e.reason, e.rank) for e in errors} == {(MulticastUnavailable, "slots", 1)}
+    assert str(errors[0]).endswith("(and so did rank 2)")
+
+
+def test_the_object_goes_on_after_a_failed_vote():
+    def program(c):
+        with pytest.raises(SetupError):
+            c.vote("first", ValueError("bad") if c.rank == 0 else None)
+        return c.all_gather(payload(c.rank, 5), "second")
+
+    assert everywhere(2, program) == [[payload(0, 5), payload(1, 5)]] * 2
+
+
+def test_the_missing_rank_is_named():
+    def program(c):
+        if c.rank == 2:
+            return  # never comes
+        c.barrier("map", timeout=0.3)
+
+    errors = everywhere(4, program)
+    for rank in (0, 1, 3):
+        assert isinstance(errors[rank], RendezvousTimeout)
+        assert (errors[rank].stage, errors[rank].missing) == ("map", (2,))
+        assert "waited 0.3 s at 'map' for rank 2" in str(errors[rank])
+
+
+def test_a_messenger_is_not_blamed():
+    """Rank 1 never leaves stage a, for it waits for rank 2; rank 0 has passed a and waits for both in b."""
+
+    def program(c):
+        if c.rank == 2:
+            # leaves a for rank 0 only: what a death between two sends looks like
+            from lamport_numba.symmetric import communicator as module
+
+            frame = next(iter(module._frames(c._stage, module.zlib.crc32(b"a"), b"")))
+            c._comm.Isend(frame, dest=0, tag=module._TAG)
+            return
+        c.barrier("a", timeout=1.5)
+        c.barrier("b", timeout=0.3)  # rank 0 is first to lose patience
+
+    errors = everywhere(3, program)
+    assert [error.missing for error in errors[:2]] == [(2,), (2,)]
+
+
+def test_a_late_rank_hears_that_it_was_late():
+    def program(c):
+        if c.rank == 1:
+            time.sleep(1.5)
+        c.barrier("map", timeout=0.3)
+        c.barrier("more", timeout=0.3)
+
+    errors = everywhere(3, program)
+    assert [error.missing for error in errors] == [(1,)] * 3
+    assert "came after the deadline" in str(errors[1])
+
+
+def test_the_constructor_has_a_deadline_too():
+    def body(comm):
+        if comm.rank == 1:
+            return None
+        with pytest.raises(RendezvousTimeout, match="duplicate the communicator") as caught:
+            Communicator(comm, timeout=0.3)
+        return caught.value.missing
+
+    assert run_ranks(4, body) == [(1,), None, (1,), (1,)]
+
+
+def test_a_rank_that_gives_up_releases_the_others():
+    def program(c):
+        if c.rank == 0:
+            c.give_up("Ctrl-C")
+            c.barrier("next")
+        c.barrier("next", timeout=8)
+
+    errors = everywhere(3, program)
+    assert isinstance(errors[0], ClosedError)
+    for error in errors[1:]:
+        assert type(error) is SetupError
+        assert str(error) == "rank 0 gave up: Ctrl-C"
+
+
+def test_after_a_timeout_the_same_error_comes_again():
+    def program(c):
+        if c.rank == 0:
+            with pytest.raises(RendezvousTimeout):
+                c.barrier("a", timeout=0.1)
+            c.barrier("b")
+
+    assert everywhere(2, program)[0].stage == "a"
+
+
+def test_ranks_at_different_stages_are_told():
+    errors = everywhere(2, lambda c: c.barrier("left" if c.rank else "right", timeout=5))
+    assert all(isinstance(error, SetupError) for error in errors)
+    assert any("is at another stage" in str(error) for error in errors)
+
+
+def test_a_fork_is_refused():
+    def program(c):
+        c._pid -= 1  # what a child sees
+        with pytest.raises(ClosedError, match="fork"):
+            c.barrier("x")
+        c.free()
+        c._pid = os.getpid()
+        c.barrier("y")
+
+    everywhere(2, program)
+
+
+@pytest.mark.parametrize("comm", [None, 3, "world"])
+def test_something_else_is_a_type_error(comm):
+    with pytest.raises(TypeError, match="expected an mpi4py communicator"):
+        Communicator(comm)
+
+
+def test_the_application_s_messages_do_not_meet_ours():
+    def body(comm):
+        peer = 1 - comm.rank
+        mine = bytearray(4)
+        early = comm.Irecv(mine, source=peer, tag=32101)  # the tag that we use, on the caller's communicator
+        c = Communicator(comm, timeout=5)
+        assert c.all_gather(payload(c.rank, 9), "x") == [payload(0, 9), payload(1, 9)]
+        assert not early.Test()
+        comm.Barrier()
+        comm.Isend(b"mine", dest=peer, tag=32101)
+        assert early.Wait(timeout=5)
+        return bytes(mine)
+
+    assert run_ranks(2, body) == [b"mine"] * 2
