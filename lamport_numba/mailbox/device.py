@@ -35,10 +35,12 @@ def preg(base: Any, offset: Any, region: str) -> Any:
 
 
 def publish(mailbox: Any, addr: Any, i: Any, v: Any, who: Any) -> None:
-    """Announce all plain stores of this CTA: pair ``i`` becomes (``v``, tag) after everything that its threads stored before.
+    """Announce all plain stores of this CTA: pair ``i`` becomes (``v``, tag) after everything that its threads stored
+    before.
 
-    Every thread of the CTA must call it. It is a CTA barrier, then a fence of the region's scope by thread ``who`` (its linear index),
-    then that thread's put: the fence is cumulative, so one thread's is enough. A reader polls with ``acquire=True``.
+    Every thread of the CTA must call it. It is a CTA barrier, then a fence of the region's scope by thread ``who``
+    (its linear index), then that thread's put: the fence is cumulative, so one thread's is enough. A reader polls
+    with ``acquire=True``.
     """
     _only_in_a_kernel("publish")
 
@@ -61,12 +63,13 @@ def bf_of(word: Any) -> Any:
 class Mailbox:
     """A handle on tagged pairs for one launch.
 
-    Every 32-bit value is stored beside the tag of this launch in one 8-byte access, and a consumer re-reads the pair until the tag
-    matches. Nothing is ever cleared, and every bit pattern of a value is legal.
+    Every 32-bit value is stored beside the tag of this launch in one 8-byte access, and a consumer re-reads the pair
+    until the tag matches. Nothing is ever cleared, and every bit pattern of a value is legal.
 
     Args:
         tag: the number of this launch from an :class:`~lamport_numba.mailbox.Epoch`, 32 bits, never 0.
-        control: the address of the control block (``memory.control``) that holds the deadline. Without it a poll waits for ever.
+        control: the address of the control block (``memory.control``) that holds the deadline. Without it a poll
+            waits for ever.
     """
 
     def __init__(self, tag: Any, control: Any = None) -> None:
@@ -88,14 +91,15 @@ class Mailbox:
         """Wait for pairs and return their words.
 
         Args:
-            specs: a tuple of (address, pair index, pairs), pairs being the literal 1 or 2; all addresses of one space. Two pairs want
-                an even index.
-            acquire: a literal; True orders every later read of this thread after the poll, so that plain data announced by ``publish``
-                can be read.
+            specs: a tuple of (address, pair index, pairs), pairs being the literal 1 or 2; all addresses of one
+                space. Two pairs want an even index.
+            acquire: a literal; True orders every later read of this thread after the poll, so that plain data
+                announced by ``publish`` can be read.
 
         Returns:
-            For each spec a tuple of one or two uint32. All pairs are re-read together while any tag is stale, so a poll costs one round
-            trip after its last producer. When the deadline passes, the words are undefined and :meth:`failed` is true.
+            For each spec a tuple of one or two uint32. All pairs are re-read together while any tag is stale, so a
+            poll costs one round trip after its last producer. When the deadline passes, the words are undefined and
+            :meth:`failed` is true.
         """
 
     def poll_each(self, addr: Any, i: Any, stride: Any, sources: int, pairs: int, acquire: bool = False) -> Any:

@@ -1,7 +1,8 @@
 """One wrapper for each PTX instruction of the mailbox: what the numba lowering is built from.
 
-Each takes an LLVM builder and values, emits one instruction as inline PTX, and returns its result. Inline text is inlined with
-the kernel; a linked PTX function would stay a call. The CTA barrier alone is numba's own intrinsic, which stays convergent.
+Each takes an LLVM builder and values, emits one instruction as inline PTX, and returns its result. Inline text is
+inlined with the kernel; a linked PTX function would stay a call. The CTA barrier alone is numba's own intrinsic,
+which stays convergent.
 """
 
 from __future__ import annotations
@@ -35,9 +36,7 @@ def to_global(builder: Any, address: Any) -> Any:
 
 def load_pair(builder: Any, scope: str, address: Any) -> Any:
     """Read one pair: a single 8-byte access, which the memory model keeps whole."""
-    return _emit(
-        builder, PAIR, f"ld.relaxed.{scope}.global.b64 $0, [$1];", f"=l,l,{_MEMORY}", [(ADDRESS, address)]
-    )
+    return _emit(builder, PAIR, f"ld.relaxed.{scope}.global.b64 $0, [$1];", f"=l,l,{_MEMORY}", [(ADDRESS, address)])
 
 
 def load_two_pairs(builder: Any, scope: str, address: Any) -> tuple[Any, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from llvmlite import ir
 from numba.cuda import cgutils, nvvmutils, types
@@ -20,7 +21,8 @@ PATIENCE = 1024  # rounds of a poll between two looks at the clock
 CONTROL_ALARM, CONTROL_TIMEOUT, CONTROL_REPORT, CONTROL_BYTES = 0, 8, 16, 32
 REPORT_WRITTEN, REPORT_WHERE, REPORT_WHAT, REPORT_BYTES = 0, 16, 32, 48
 
-lower = registry.lower
+_Lowered = TypeVar("_Lowered", bound=Callable[..., Any])
+lower: Callable[..., Callable[[_Lowered], _Lowered]] = registry.lower
 _ANY = types.VarArg(types.Any)
 _WORD, _LONG = ir.IntType(32), ir.IntType(64)
 
@@ -116,13 +118,9 @@ def _lower_put_bf(context: Any, builder: Any, sig: Any, args: Any) -> Any:
 
 @lower("publish", _ANY)
 def _lower_publish(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-    barrier = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), ()), "llvm.nvvm.barrier0"
-    )
+    barrier = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), ()), "llvm.nvvm.barrier0")
     builder.call(barrier, ())
-    tid, ntid = (
-        [nvvmutils.call_sreg(builder, f"{register}.{axis}") for axis in "xyz"] for register in ("tid", "ntid")
-    )
+    tid, ntid = ([nvvmutils.call_sreg(builder, f"{register}.{axis}") for axis in "xyz"] for register in ("tid", "ntid"))
     plane = builder.add(builder.mul(tid[2], ntid[1]), tid[1])
     linear = builder.zext(builder.add(builder.mul(plane, ntid[0]), tid[0]), _LONG)
     who = _as_long(context, builder, args[4], sig.args[4])
@@ -209,7 +207,9 @@ def _poll_batch(builder: Any, kind: MailboxType, mailbox: Any, batch: list[Any])
 
 
 def _watch(builder: Any, mailbox: Any, batch: Any, tags: Any, state: tuple[Any, Any], blocks: tuple[Any, Any]) -> None:
-    """After a stale round: once in many, see whether the deadline has passed or another thread has given up; report the first."""
+    """After a stale round: once in many, see whether the deadline has passed or another thread has given up; report
+    the first.
+    """
     (rounds, start), (round_, done) = state, blocks
     look = builder.append_basic_block("poll.look")
     give_up = builder.append_basic_block("poll.late")

@@ -12,8 +12,8 @@ from numba.cuda.extending import register_model
 SCOPES = {"scratch": "gpu", "peer": "sys"}  # space -> PTX scope of every access to it
 
 
-class AddressType(types.Type):
-    """An address in a named region. Space and region are part of the type, so mixing spaces fails when a kernel is compiled."""
+class AddressType(types.Type):  # type: ignore[misc]
+    """An address in a named region. Both are part of the type, so mixing spaces fails when a kernel is compiled."""
 
     def __init__(self, space: str, region: str) -> None:
         self.space = space
@@ -29,16 +29,16 @@ class AddressType(types.Type):
         return f"{self.space} region {self.region!r}"
 
 
-class MailboxType(types.Type):
+class MailboxType(types.Type):  # type: ignore[misc]
     """A mailbox: the tag of this launch and, if ``bounded``, the control block with the deadline."""
 
     def __init__(self, bounded: bool) -> None:
         self.bounded = bounded
-        super().__init__(name=f"Mailbox(tag{', control' if bounded else ''})")
+        super().__init__(name="Mailbox(tag, control)" if bounded else "Mailbox(tag)")
 
 
 class Operation(types.Callable, types.Opaque):  # type: ignore[misc]
-    """A function of the mailbox. ``rule`` types a call, and its error is the message the user sees, not numba's list of attempts."""
+    """A function of the mailbox. ``rule`` types a call, and its error is what the user sees."""
 
     def __init__(self, name: str, rule: Callable[..., Any]) -> None:
         self.operation = name
@@ -63,7 +63,7 @@ class Method(types.BoundFunction):  # type: ignore[misc]
         self.rule = rule
         self.this = this
         self.typing_key = name
-        types.Type.__init__(self, name=f"{this}.{name}")
+        types.Type.__init__(self, name=f"{name} of {this}")
 
     @property
     def key(self) -> Any:
@@ -96,7 +96,7 @@ class _MailboxModel(data_models.StructModel):  # type: ignore[misc]
         super().__init__(dmm, fe_type, [("tag", types.uint32), ("control", types.uint64)])
 
 
-@register_model(Method)
+@register_model(Method)  # type: ignore[untyped-decorator]
 def _method_model(dmm: Any, fe_type: Any) -> Any:
     """A bound method is its mailbox."""
     return dmm[fe_type.this]

@@ -29,7 +29,8 @@ def _rule(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             try:
                 bound = parameters.bind(*args, **kws)
             except TypeError as error:
-                raise NumbaTypeError(f"{name}{parameters}: {error}") from None
+                wanted = ", ".join(parameters.parameters)
+                raise NumbaTypeError(f"{name}({wanted}): {error}") from None
             given = inspect.Signature(
                 [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in bound.arguments]
             )
@@ -111,7 +112,9 @@ def mailbox_rule(tag: Any, control: Any = None) -> Any:
         if not 0 < tag.literal_value < 2**32:
             raise NumbaValueError(f"Mailbox: the tag is {tag.literal_value}, but tags are 1 to 2**32 - 1")
     elif tag not in (types.int32, types.uint32):
-        raise NumbaTypeError(f"Mailbox: the tag is {tag}, but it has 32 bits; take it from the epoch, or np.uint32(tag)")
+        raise NumbaTypeError(
+            f"Mailbox: the tag is {tag}, but it has 32 bits; take it from the epoch, or np.uint32(tag)"
+        )
     if control is not None and (not isinstance(control, types.Integer) or types.unliteral(control).bitwidth != 64):
         raise NumbaTypeError(f"Mailbox: control must be a 64-bit address, got {control}")
     return MailboxType(bounded=control is not None)
@@ -164,8 +167,8 @@ def put_words_rule(addr: Any, i: Any, words: Any) -> Any:
     for word in words:
         if word not in (types.int32, types.uint32):
             raise NumbaTypeError(
-                f"{name}: a word is {types.unliteral(word)}, but words are int32 or uint32 (a float register may change a NaN); "
-                "cast it: np.int32(w) or np.uint32(w)"
+                f"{name}: a word is {types.unliteral(word)}, but words are int32 or uint32 "
+                "(a float register may change a NaN); cast it: np.int32(w) or np.uint32(w)"
             )
     _multiple(name, "i", i, len(words), "two pairs in one access")
     return types.none
@@ -180,7 +183,9 @@ def put_bf_rule(addr: Any, i: Any, values: Any) -> Any:
         raise NumbaTypeError(f"{name}: values must be a tuple of 2 or 4 float32, got {values}")
     for value in values:
         if value != types.float32:
-            raise NumbaTypeError(f"{name}: a value is {types.unliteral(value)}, but float32 is rounded to bf16; cast it: np.float32(x)")
+            raise NumbaTypeError(
+                f"{name}: a value is {types.unliteral(value)}, but float32 is rounded to bf16; cast it: np.float32(x)"
+            )
     _multiple(name, "element i", i, len(values), f"{len(values)} elements in one access")
     return types.none
 
@@ -201,7 +206,8 @@ def poll_rule(specs: Any, acquire: Any = False) -> Any:
         first = first or addr
         if addr.space != first.space:
             raise NumbaTypeError(
-                f"{name}: {first} and {addr} are of two spaces, which want two scopes ({first.scope} and {addr.scope}); poll them separately"
+                f"{name}: {first} and {addr} are of two spaces, which want two scopes "
+                f"({first.scope} and {addr.scope}); poll them separately"
             )
         _integer(name, "a pair index", i)
         pairs = _pairs(name, count)
