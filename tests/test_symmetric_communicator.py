@@ -35,7 +35,7 @@ def test_all_gather_of_any_size(n):
         for length in lengths:
             assert c.all_gather(payload(c.rank, length + c.rank), "x") == [payload(r, length + r) for r in range(n)]
         c.barrier("y")
-        assert c.share({"rank": c.rank}, "z") == [{"rank": r} for r in range(n)]
+        assert c.agree("z", {"rank": c.rank}) == [{"rank": r} for r in range(n)]
         c.free()
         c.free()
         with pytest.raises(ClosedError):
@@ -76,6 +76,19 @@ def test_the_object_goes_on_after_a_failed_vote():
         return c.all_gather(payload(c.rank, 5), "second")
 
     assert everywhere(2, program) == [[payload(0, 5), payload(1, 5)]] * 2
+
+
+def test_a_step_votes_on_what_its_block_did():
+    def program(c):
+        with c.step("first") as step:
+            step.value = c.rank * 2
+        assert step.values == [0, 2]
+        with c.step("second"):
+            if c.rank == 1:
+                raise ValueError("bad")
+
+    errors = everywhere(2, program)
+    assert [str(error) for error in errors] == ["rank 1 failed at 'second': bad"] * 2
 
 
 def test_the_missing_rank_is_named():

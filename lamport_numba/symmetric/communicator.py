@@ -14,14 +14,14 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
 from .. import settings
 from ..errors import ClosedError, MulticastUnavailable, RendezvousTimeout, SetupError
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "Step"]
 
 _TAG: Final = 32101  # below 32767, the smallest upper bound that MPI promises
 _ROLL_TAG: Final = 32102
@@ -33,6 +33,13 @@ _GRACE: Final = 0.75  # seconds to listen after the roll call
 _LISTEN: Final = 0.02  # seconds between looks for a roll call
 
 _abandoned: list[Any] = []  # requests that will never complete, and their buffers: MPI may still write to them
+
+
+class Step:
+    """What a rank brings out of one step, and after the vote what all did."""
+
+    value: Any = None
+    values: Sequence[Any] = ()
 
 
 class Communicator:
@@ -88,20 +95,46 @@ class Communicator:
         """Wait until all ranks have come to ``stage``."""
         self.all_gather(b"", stage, timeout)
 
-    def vote(self, stage: str, error: BaseException | None = None, timeout: float | None = None) -> None:
-        """Tell all ranks whether this one has failed; if any has, every rank raises the same SetupError.
+    def agree(self, stage: str, value: Any = None, error: BaseException | None = None) -> list[Any]:
+        """Every rank's ``value`` (what JSON can carry), in rank order; if any rank has an ``error`` all raise the same.
 
-        It names the lowest rank that failed, the call and the code, and is a MulticastUnavailable if that rank's error
-        was.
+        It is a SetupError that names the lowest rank that failed, the call and the code, and a MulticastUnavailable if
+        that rank's error was one.
         """
-        ballots = self.all_gather(b"" if error is None else _encode(self.rank, stage, error), stage, timeout)
-        failed = [rank for rank, ballot in enumerate(ballots) if ballot]
+        ballot = {"value": value} if error is None else {"error": _describe(self.rank, stage, error)}
+        ballots = [json.loads(text) for text in self.all_gather(json.dumps(ballot, default=str).encode(), stage)]
+        failed = [rank for rank, ballot in enumerate(ballots) if "error" in ballot]
         if failed:
-            raise _decode(ballots[failed[0]], failed[1:]) from error
+            raise _rebuild(ballots[failed[0]]["error"], failed[1:]) from error
+        return [ballot["value"] for ballot in ballots]
 
-    def share(self, value: Any, stage: str, timeout: float | None = None) -> list[Any]:
-        """Every rank's ``value`` (what JSON can carry), in rank order."""
-        return [json.loads(text) for text in self.all_gather(json.dumps(value).encode(), stage, timeout)]
+    def vote(self, stage: str, error: BaseException | None = None) -> None:
+        """Tell all ranks whether this one has failed; if any has, every rank raises the same error (see ``agree``)."""
+        self.agree(stage, None, error)
+
+    @contextmanager
+    def step(self, stage: str) -> Iterator[Step]:
+        """A local piece of set-up, then a vote: if the block raises on any rank, every rank raises the same error.
+
+        The block sets ``value``; after it ``values`` has all ranks'. It must not wait for other ranks.
+        """
+        step = Step()
+        try:
+            yield step
+        except Exception as error:
+            self.agree(stage, None, error)
+            raise AssertionError("unreachable: a vote with an error raises") from error
+        step.values = self.agree(stage, step.value)
+
+    def wait(
+        self,
+        done: Callable[[], bool],
+        missing: Callable[[], tuple[int, ...]],
+        stage: str,
+    ) -> None:
+        """Until ``done()``; after the deadline ``missing()`` tells for whom, and all ranks raise as in any stage."""
+        self._check()
+        self._await(done, missing, stage, None, 1e-3)
 
     def give_up(self, reason: str) -> None:
         """Tell the others, without waiting, that this rank leaves; they raise SetupError at their next stage."""
@@ -144,8 +177,10 @@ class Communicator:
         missing: Callable[[], tuple[int, ...]],
         stage: str,
         timeout: float | None,
+        longest: float | None = None,
     ) -> None:
         """Call ``done`` until it is true, with a growing pause; raise when the deadline passes or a roll is called."""
+        longest = self._longest if longest is None else longest
         seconds = self.timeout if timeout is None else timeout
         start = self._clock()
         listen = start + _LISTEN
@@ -165,7 +200,7 @@ class Communicator:
                 self._listen(stage, missing, seconds)
                 listen = now + _LISTEN
             self._pause(max(min(pause, start + seconds - now), 0.0))
-            pause = min(pause * 1.5 + 1e-5, self._longest)
+            pause = min(pause * 1.5 + 1e-5, longest)
 
     # The roll call
 
@@ -323,23 +358,20 @@ def _verdict(
     return RendezvousTimeout(stage, tuple(sorted(named)), seconds, detail="they came after the deadline")
 
 
-def _encode(rank: int, stage: str, error: BaseException) -> bytes:
+def _describe(rank: int, stage: str, error: BaseException) -> dict[str, Any]:
     text = str(error) or type(error).__name__
-    ballot = {
+    return {
         "rank": rank,
         "stage": stage,
         "text": text.removeprefix(f"rank {rank}: "),
-        "type": type(error).__name__,
         "call": getattr(error, "call", None),
         "code": getattr(error, "code", None),
         "reason": error.reason if isinstance(error, MulticastUnavailable) else None,
     }
-    return json.dumps(ballot, default=str).encode()
 
 
-def _decode(ballot: bytes, also: list[int]) -> SetupError:
+def _rebuild(said: dict[str, Any], also: list[int]) -> SetupError:
     """The error that every rank raises."""
-    said = json.loads(ballot)
     message = f"rank {said['rank']} failed at '{said['stage']}': {said['text']}"
     if also:
         message += f" (and so did rank{'s' if len(also) > 1 else ''} {', '.join(map(str, also))})"
