@@ -15,10 +15,48 @@ if sys.platform != "linux":
     raise ImportError(f"lamport_numba runs on Linux only (x86-64 and aarch64), and this is {sys.platform}")
 
 if TYPE_CHECKING:
+    from .arrays import DeviceArray as DeviceArray
+    from .arrays import device_array as device_array
+    from .arrays import to_device as to_device
     from .emulator.ranks import run_ranks as run_ranks
+    from .errors import CallMismatch as CallMismatch
+    from .errors import ClosedError as ClosedError
+    from .errors import DeviceFallbackWarning as DeviceFallbackWarning
+    from .errors import DeviceUnavailable as DeviceUnavailable
+    from .errors import DriverError as DriverError
+    from .errors import EmulatorFault as EmulatorFault
+    from .errors import LamportError as LamportError
+    from .errors import LamportWarning as LamportWarning
+    from .errors import MulticastUnavailable as MulticastUnavailable
+    from .errors import PeerTimeout as PeerTimeout
+    from .errors import PlatformError as PlatformError
+    from .errors import PtxError as PtxError
+    from .errors import RendezvousTimeout as RendezvousTimeout
+    from .errors import SentinelWarning as SentinelWarning
+    from .errors import SettingError as SettingError
+    from .errors import SetupError as SetupError
 
 # public name -> module that defines it; the imports above tell type checkers the same
 _PUBLIC: dict[str, str] = {
+    "DeviceArray": ".arrays",
+    "device_array": ".arrays",
+    "to_device": ".arrays",
+    "CallMismatch": ".errors",
+    "ClosedError": ".errors",
+    "DeviceFallbackWarning": ".errors",
+    "DeviceUnavailable": ".errors",
+    "DriverError": ".errors",
+    "EmulatorFault": ".errors",
+    "LamportError": ".errors",
+    "LamportWarning": ".errors",
+    "MulticastUnavailable": ".errors",
+    "PeerTimeout": ".errors",
+    "PlatformError": ".errors",
+    "PtxError": ".errors",
+    "RendezvousTimeout": ".errors",
+    "SentinelWarning": ".errors",
+    "SettingError": ".errors",
+    "SetupError": ".errors",
     "run_ranks": ".emulator.ranks",
 }
 

@@ -167,6 +167,13 @@ class Driver:
         if former is not None:
             self.call("cuCtxSetCurrent", former)
 
+    def relaxed(self) -> _Relaxed:
+        """``with drv.relaxed():`` lets this thread allocate and query events while some stream is being captured.
+
+        A capture in the global or thread-local mode is broken by such calls, though ours have nothing to do with it.
+        """
+        return _Relaxed(self)
+
     def _primary_of(self, device: int) -> _Primary:
         with _lock:
             known = self._primary.get(device)
@@ -198,6 +205,23 @@ class _Current:
 
     def __exit__(self, *passing: object) -> None:
         self._driver.leave(self._former)
+
+
+class _Relaxed:
+    """Context manager of ``Driver.relaxed``."""
+
+    __slots__ = ("_driver", "_former")
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._former: Any = None
+
+    def __enter__(self) -> None:
+        relaxed = structs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._former = self._driver.call("cuThreadExchangeStreamCaptureMode", relaxed)
+
+    def __exit__(self, *passing: object) -> None:
+        self._driver.call("cuThreadExchangeStreamCaptureMode", self._former)
 
 
 def why_not_cuda() -> str | None:
