@@ -160,18 +160,18 @@ def _from_interface(interface: Any, obj: Any, name: str) -> Buffer:
 
 def _interface_dtype(interface: Mapping[str, Any], obj: Any, name: str) -> np.dtype[Any]:
     typestr = interface.get("typestr")
+    own = getattr(obj, "dtype", None)
+    if isinstance(own, np.dtype) and own.str == typestr:
+        return checked_dtype(own, name)  # ml_dtypes: the interface knows bfloat16 only as two raw bytes
     if not isinstance(typestr, str) or not _TYPESTR.fullmatch(typestr):
         raise TypeError(f"__cuda_array_interface__ of {name} has typestr {typestr!r}; expected one like '<f4'")
     try:
-        dtype = np.dtype(typestr)
+        dtype = np.dtype("V1" if typestr[-2:] == "f1" else typestr)  # some float of 8 bits; numpy has none
     except (TypeError, ValueError) as error:
         raise TypeError(f"__cuda_array_interface__ of {name} has typestr {typestr!r}: {error}") from None
     descr = interface.get("descr")
     if descr is not None and (not isinstance(descr, Sequence) or len(descr) != 1 or tuple(descr[0])[:1] != ("",)):
         raise TypeError(f"{name} has the structured dtype {descr!r}: view it as uint8, or send its fields one by one")
-    own = getattr(obj, "dtype", None)
-    if dtype.kind == "V" and isinstance(own, np.dtype) and own.itemsize == dtype.itemsize:
-        dtype = own  # ml_dtypes: the interface knows bfloat16 only as two raw bytes
     return checked_dtype(dtype, name)
 
 

@@ -261,7 +261,7 @@ def test_no_array_at_all(other):
 
 
 def test_raw_two_bytes_take_the_dtype_of_the_object():
-    obj = interface(typestr="<V2")
+    obj = interface(typestr="|V2")
     obj.dtype = np.dtype("V2", metadata={"name": "bfloat16"})
     assert sentinel_safe(as_buffer(obj, DRV).dtype)
     del obj.dtype
@@ -275,6 +275,7 @@ def test_narrow_floats_of_ml_dtypes():
         obj = interface(typestr=dtype.str)
         obj.dtype = dtype
         assert as_buffer(obj, DRV).dtype == dtype
+        assert as_buffer(interface(typestr=dtype.str), DRV).dtype.itemsize == dtype.itemsize
         assert sentinel_safe(dtype) == (name == "bfloat16")
 
 
