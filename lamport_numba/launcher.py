@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 # (name, rank, size, rank on this host, ranks on this host); the first launcher whose local rank or rank is set wins.
-_LAUNCHERS: tuple[tuple[str, str, str, str, str], ...] = (
+LAUNCHERS: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
@@ -47,7 +47,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
         text = env.get(name, "")
         return int(text) if text.isascii() and text.isdigit() else None
 
-    for name, *variables in _LAUNCHERS:
+    for name, *variables in LAUNCHERS:
         rank, size, local_rank, local_size = map(number, variables)
         if name == "Slurm" and "SLURM_STEP_ID" not in env:
             continue  # a batch script itself carries SLURM_PROCID=0 but is no rank of a step

@@ -239,3 +239,32 @@ def markdown() -> str:
     lines = ["| variable | takes | default | meaning |", "|---|---|---|---|"]
     lines += [f"| `{s.name}` | {s.takes} | {s.shown_default()} | {s.meaning} |" for s in TABLE.values()]
     return "\n".join(lines) + "\n"
+
+
+_DOCUMENT: Final = """# Settings
+
+Made by `python -m lamport_numba.settings > docs/settings.md` from the one table in `lamport_numba/settings.py`. An
+argument of a constructor or of a command goes before its variable. A value that a setting does not take is an error
+that names it; a variable with our prefix that does not exist is warned of once. Booleans also take true, yes, on,
+false, no and off; integers also take 0x.
+
+{table}
+Variables of others that are obeyed:
+
+- `NCCL_NVLS_ENABLE=0`, `TORCH_SYMM_MEM_DISABLE_MULTICAST=1`, `NVSHMEM_DISABLE_NVLS=1`: as
+  `LAMPORT_NUMBA_DISABLE_MULTICAST=1`, if set on any rank.
+- `CUDA_VISIBLE_DEVICES`: which GPUs there are. Ranks compare devices by UUID, never by number.
+- The launcher's own ({launchers}): the rank and the ranks on this host, from which come the default device (the rank on
+  this host modulo the number of devices) and the default number of emulated devices.
+"""
+
+
+def document() -> str:
+    """The text of docs/settings.md."""
+    from .launcher import LAUNCHERS
+
+    return _DOCUMENT.format(table=markdown(), launchers=", ".join(name for name, *_ in LAUNCHERS))
+
+
+if __name__ == "__main__":
+    print(document(), end="")

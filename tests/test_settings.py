@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from lamport_numba import settings
@@ -106,3 +109,20 @@ def test_table_lists_every_setting_once():
     text = settings.markdown()
     for setting in settings.TABLE.values():
         assert text.count(f"| `{setting.name}` |") == 1
+
+
+def test_documentation_is_current():
+    written = Path(__file__).parent.parent / "docs" / "settings.md"
+    assert written.read_text() == settings.document(), "run: python -m lamport_numba.settings > docs/settings.md"
+
+
+def test_every_setting_that_the_package_reads_exists():
+    package = Path(settings.__file__).parent
+    read = {
+        name
+        for file in package.rglob("*.py")
+        for name in re.findall(r"""settings\.get\(["'](\w+)["']|LAMPORT_NUMBA_([A-Z_]*[A-Z])""", file.read_text())
+    }
+    names = {first or second for first, second in read}
+    assert "DEVICE" in names
+    assert names <= set(settings.TABLE)
