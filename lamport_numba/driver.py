@@ -286,8 +286,11 @@ def _find(asked: str) -> Driver:
             DeviceFallbackWarning,
             stacklevel=3,
         )
-    emulated = import_module("lamport_numba.emulator.driver")  # a real GPU needs none of it
-    return _chosen.setdefault("emulated", Driver("emulated", emulated))
+    if "emulated" not in _chosen:
+        emulated = Driver("emulated", import_module("lamport_numba.emulator.driver"))  # a real GPU needs none of it
+        emulated.call("cuInit", 0)
+        _chosen["emulated"] = emulated
+    return _chosen["emulated"]
 
 
 def _warn_of_unknown_settings() -> None:

@@ -3,10 +3,9 @@ import subprocess
 import sys
 import threading
 import warnings
-from types import ModuleType
 
 import pytest
-from helpers.scripted_driver import SUCCESS, scripted
+from helpers.scripted_driver import SUCCESS, ScriptedApi, scripted
 
 from lamport_numba import driver
 from lamport_numba.driver import structs
@@ -19,7 +18,7 @@ INVALID = structs.CUresult.CUDA_ERROR_INVALID_VALUE
 def fresh(monkeypatch):
     """``select`` looks again, finds no emulator but a name, and what it finds is forgotten after the test."""
     monkeypatch.delenv("LAMPORT_NUMBA_DEVICE", raising=False)
-    monkeypatch.setitem(sys.modules, "lamport_numba.emulator.driver", ModuleType("emulated"))
+    monkeypatch.setitem(sys.modules, "lamport_numba.emulator.driver", ScriptedApi())
     driver.forget()
     yield monkeypatch
     driver.forget()
@@ -193,6 +192,7 @@ def test_auto_falls_back_with_one_warning(fresh):
         warnings.simplefilter("error")
         assert driver.select() is chosen
         assert driver.select("emulated") is chosen
+    assert chosen.api.calls == [("cuInit", 0)]
 
 
 def test_emulated_never_looks_for_a_gpu(fresh):
