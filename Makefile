@@ -29,8 +29,14 @@ $(VENV)/.installed-%: pyproject.toml
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
+demo: $(READY) ## real data gathered by N=4 ranks, compared with MPI
+	$(MPIRUN) -n $(N) $(PY) -m lamport_numba demo
+
 test: lint ## lint, then every test that needs no GPU
 	$(PY) -m pytest
+
+test-gpu: $(READY) ## the same cases on real GPUs, 2 to 4 ranks, under MPS where they must share one (RANKS, JSON)
+	$(PY) tests/gpu/run.py --ranks $(or $(RANKS),2,3,4) $(if $(JSON),--json $(JSON))
 
 lint: $(READY) ## ruff, and mypy --strict on the package
 	$(PY) -m ruff check .
@@ -40,4 +46,4 @@ clean: ## remove the virtual environment and what tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help test lint clean
+.PHONY: help demo test test-gpu lint clean

@@ -6,13 +6,17 @@ Names are imported on first use, so that ``import lamport_numba`` loads neither 
 from __future__ import annotations
 
 import importlib
+import platform
 import sys
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .errors import PlatformError
 
-if sys.platform != "linux":
-    raise ImportError(f"lamport_numba runs on Linux only (x86-64 and aarch64), and this is {sys.platform}")
+if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+    raise PlatformError(
+        f"lamport_numba runs on Linux on x86-64 and aarch64; this is {sys.platform} on {platform.machine()}"
+    )
 
 if TYPE_CHECKING:
     from .arrays import DeviceArray as DeviceArray

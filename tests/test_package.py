@@ -97,3 +97,15 @@ def test_a_package_without_its_ptx_says_where_it_looked(tmp_path):
     shutil.copytree(ROOT / "lamport_numba", tmp_path / "lamport_numba", ignore=shutil.ignore_patterns("__pycache__"))
     code = "from lamport_numba import ptx\ntry: ptx.directory()\nexcept FileNotFoundError as e: print(e)"
     assert "looked in" in _python(code, cwd=tmp_path, path=tmp_path)
+
+
+@pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("linux", "riscv64"), ("win32", "AMD64")])
+def test_another_platform_is_refused_in_one_sentence(system, machine):
+    code = (
+        f"import platform, sys; sys.platform = {system!r}; platform.machine = lambda: {machine!r}\n"
+        "try: import lamport_numba\nexcept RuntimeError as error: print(error)"
+    )
+    said = _python(code, cwd=ROOT, path=ROOT)
+    assert "Linux" in said
+    assert machine in said
+    assert "\n" not in said

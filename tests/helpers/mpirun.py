@@ -61,15 +61,26 @@ class Launcher:
     version: str
     options: tuple[str, ...] = field(default=())
 
+    @property
+    def library(self) -> str | None:
+        """The MPI library beside it, where mpi4py would not look by itself: only below its own prefix."""
+        folder = Path(self.path).absolute().parent.parent / "lib"
+        found = next((file for file in (folder / "libmpi.so.12", folder / "libmpi.so.40") if file.is_file()), None)
+        return None if found is None or folder.parent == Path(sys.prefix) else str(found)
+
     def argv(self, ranks: int) -> list[str]:
         return [self.path, *self.options, "-n", str(ranks)]
 
 
 @functools.cache
 def launcher(path: str | None = None) -> Launcher:
-    """The mpirun to use: ``path``, else $MPIRUN, else the one beside this python (the mpich wheel's), else PATH's."""
-    beside = Path(sys.executable).parent / "mpirun"
-    found = path or os.environ.get("MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    """The mpirun to use: ``path``, else $MPIRUN, else that of the mpich wheel, else PATH's.
+
+    The wheel's lies beside this python, or in a folder of PYTHONPATH that was filled with ``pip install --target``.
+    """
+    places = [Path(sys.executable).parent, *(Path(entry, "bin") for entry in sys.path if entry)]
+    wheel = next((str(place / "mpirun") for place in places if (place / "mpirun").is_file()), None)
+    found = path or os.environ.get("MPIRUN") or wheel or shutil.which("mpirun")
     if not found:
         raise FileNotFoundError("no mpirun: install the extra `mpich`, or set MPIRUN")
     said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False)
@@ -139,6 +150,8 @@ def command(
 def _execute(argv: Sequence[str], timeout: float, env: dict[str, str]) -> Completed:
     job = uuid.uuid4().hex
     env = {**env, _JOB: job}
+    if argv[0] == launcher().path and launcher().library:
+        env.setdefault("MPI4PY_LIBMPI", str(launcher().library))
     started = time.monotonic()
     # Files and no pipes: a grandchild that lives on would keep a pipe open.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
