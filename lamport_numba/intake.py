@@ -23,6 +23,8 @@ __all__ = ["Buffer", "as_buffer", "byte_span", "checked_dtype", "contiguous_stri
 
 _HIGHEST: Final = 2**64
 _HALF: Final = 2**63
+_HOST_TYPES: Final = (np.ndarray, np.generic)
+_PLAIN: Final = {np.dtype(code).str: np.dtype(code) for code in "?bhilqBHILQefdgFDG"}  # without parsing, for speed
 _TYPESTR: Final = re.compile(r"[<>|=]?[biufcmMSUVO]\d{1,9}(\[[^\[\]]*\])?")
 
 
@@ -63,7 +65,7 @@ def as_buffer(
     Raises TypeError for what is no array of a device and for dtypes that cannot travel, ValueError for numbers that
     make no sense, for another device's memory, and for a read-only array that is to be written.
     """
-    if isinstance(obj, np.ndarray | np.generic):
+    if isinstance(obj, _HOST_TYPES):
         raise TypeError(_host_message(name, "a numpy array"))
     interface, refusal = _interface_of(obj)
     if interface is not None:
@@ -132,7 +134,7 @@ def _interface_of(obj: Any) -> tuple[Any, Exception | None]:
 
 
 def _from_interface(interface: Any, obj: Any, name: str) -> Buffer:
-    if not isinstance(interface, Mapping):
+    if type(interface) is not dict and not isinstance(interface, Mapping):
         raise TypeError(f"__cuda_array_interface__ of {name} is of type {type(interface).__name__}; expected a dict")
     version = interface.get("version")
     if not isinstance(version, int) or version not in (2, 3):
@@ -149,17 +151,21 @@ def _from_interface(interface: Any, obj: Any, name: str) -> Buffer:
         stream = as_stream(stream)
     address, readonly = 0, False
     data = interface.get("data")
-    if isinstance(data, Sequence) and len(data) == 2:
-        readonly = bool(data[1])
+    pair = data if (type(data) is tuple or isinstance(data, Sequence)) and len(data) == 2 else None
+    if pair is not None:
+        readonly = bool(pair[1])
     if dtype.itemsize and 0 not in shape:
-        if not isinstance(data, Sequence) or len(data) != 2:
+        if pair is None:
             raise TypeError(f"__cuda_array_interface__ of {name} has data {data!r}; expected (pointer, read-only)")
-        address = _integer(data[0], "pointer", name)
+        address = _integer(pair[0], "pointer", name)
     return _described(address, shape, strides, dtype, readonly, stream, obj, name)
 
 
 def _interface_dtype(interface: Mapping[str, Any], obj: Any, name: str) -> np.dtype[Any]:
     typestr = interface.get("typestr")
+    plain = _PLAIN.get(typestr) if type(typestr) is str else None
+    if plain is not None:
+        return plain
     own = getattr(obj, "dtype", None)
     if isinstance(own, np.dtype) and own.str == typestr:
         return checked_dtype(own, name)  # ml_dtypes: the interface knows bfloat16 only as two raw bytes
@@ -199,7 +205,7 @@ def _described(
     name: str,
 ) -> Buffer:
     """The common end: numbers that make sense, gaps recognised."""
-    if min(shape, default=0) < 0:
+    if shape and min(shape) < 0:
         raise ValueError(f"{name} has shape {shape}; expected no negative length")
     if strides is not None and len(strides) != len(shape):
         raise ValueError(f"{name} has {len(strides)} strides for {len(shape)} dimensions")
@@ -210,7 +216,7 @@ def _described(
         strides = None
     if not 0 < address < _HIGHEST:
         raise ValueError(f"{name} has {nbytes} bytes at address {address:#x}; expected an address of the device")
-    low, high = byte_span(shape, strides, dtype.itemsize)
+    low, high = (0, nbytes) if strides is None else byte_span(shape, strides, dtype.itemsize)
     far = strides is not None and any(not -_HALF <= stride < _HALF for stride in strides)
     if far or address + low < 0 or address + high > _HIGHEST or nbytes >= _HALF:
         raise ValueError(
@@ -250,7 +256,9 @@ def _check_device(found: Buffer, drv: Driver, device: int, name: str) -> None:
 
 
 def _integers(value: Any, what: str, name: str) -> tuple[int, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+    if type(value) is tuple and all(type(item) is int for item in value) and len(value) <= 64:
+        return value
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise TypeError(f"__cuda_array_interface__ of {name} has {what} {value!r}; expected a tuple of integers")
     if len(value) > 64:
         raise ValueError(f"{name} has {len(value)} dimensions; expected at most 64")
