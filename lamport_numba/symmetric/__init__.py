@@ -1,5 +1,12 @@
 """Symmetric memory: one buffer a rank, each mapped into every other rank, set up so that nobody is stranded.
 
-`communicator` is the rendezvous, `handles` the exchange of memory handles, `memory` the buffer, `multicast` the
-address that reaches every rank, `transport` the choice between them.
+`communicator` is the rendezvous, `survey` what the ranks know of each other, `handles` the exchange of memory handles,
+`memory` the buffer, `multicast` the address that reaches every rank, `transport` the choice between them.
 """
+
+from .communicator import Communicator
+from .memory import SymmetricMemory
+from .multicast import multicast_disabled
+from .transport import choose_transport
+
+__all__ = ["Communicator", "SymmetricMemory", "choose_transport", "multicast_disabled"]

@@ -136,6 +136,12 @@ class Communicator:
         self._check()
         self._await(done, missing, stage, None, 1e-3)
 
+    def sleep(self, seconds: float) -> None:
+        """Wait; virtual time under a replayable run."""
+        end = self._clock() + seconds
+        while (left := end - self._clock()) > 0:
+            self._pause(left)
+
     def give_up(self, reason: str) -> None:
         """Tell the others, without waiting, that this rank leaves; they raise SetupError at their next stage."""
         if self._over is None and not self._freed and os.getpid() == self._pid:
@@ -189,9 +195,9 @@ class Communicator:
             try:
                 if done():
                     return
-            except SetupError as error:
+            except Exception as error:
                 self._over = error
-                self._call_roll(stage, (), str(error))
+                self._call_roll(stage, (), f"{stage}: {error}")
                 raise
             now = self._clock()
             if now - start >= seconds:

@@ -81,12 +81,16 @@ class Survey:
                 told = ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in groups.items())
                 raise SetupError(f"the ranks ask for different values of {key}: {told}", step="survey")
 
-    def sharing(self) -> list[int]:
-        """Ranks that share one device; the first such device's, or none."""
+    def devices(self) -> dict[str, list[int]]:
+        """The ranks that use each device, by UUID."""
         users: dict[str, list[int]] = {}
         for rank, facts in enumerate(self.ranks):
             users.setdefault(facts.uuid, []).append(rank)
-        return next((ranks for ranks in users.values() if len(ranks) > 1), [])
+        return users
+
+    def sharing(self) -> list[int]:
+        """Ranks that share one device; the first such device's, or none."""
+        return next((ranks for ranks in self.devices().values() if len(ranks) > 1), [])
 
 
 def survey(communicator: Communicator, drv: seam.Driver, device: int, **wish: Any) -> Survey:

@@ -3,75 +3,43 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 from .. import driver as seam
-from .. import settings
 from ..errors import MulticastUnavailable
 from .communicator import Communicator
 from .survey import Survey, survey
 
-__all__ = ["TRANSPORTS", "Transport", "choose_transport", "why_no_multicast"]
+__all__ = ["choose_transport", "why_no_multicast"]
 
 log = logging.getLogger("lamport_numba")
 
-TRANSPORTS = ("auto", "peer", "multicast", "measure")
 
+def choose_transport(communicator: Communicator, drv: seam.Driver, device: int, requested: str) -> str:
+    """Decide between "peer" and "multicast". Collective, the same on all ranks; not one multicast call is made.
 
-@dataclass(frozen=True)
-class Transport:
-    """A decision that is the same on all ranks.
-
-    ``name`` is "peer", "multicast" or "measure" (both, to be timed). ``required``: multicast was asked for by name, so
-    that a failure to set it up is an error and no reason to go by ``peer``. ``reason`` is for people.
+    ``requested``: "peer"; "multicast", which raises MulticastUnavailable if it cannot be had; "auto": multicast where
+    every rank can and there are more than two. Raises SetupError if the ranks ask for different ones. That multicast
+    really works only a bind can prove: SymmetricMemory raises MulticastUnavailable on all ranks where it does not.
     """
-
-    name: str
-    reason: str
-    required: bool = False
-
-    @property
-    def multicast(self) -> bool:
-        """Whether a multicast address is to be made."""
-        return self.name != "peer"
-
-
-def choose_transport(
-    communicator: Communicator, drv: seam.Driver, device: int, requested: str | None = None
-) -> Transport:
-    """Decide between ``peer`` and ``multicast``. Collective; not one multicast call is made.
-
-    ``requested``: "peer"; "multicast", which raises MulticastUnavailable if it cannot be had; "auto" (or None: what
-    LAMPORT_NUMBA_TRANSPORT says), multicast where every rank can and there are more than two; "measure", both where
-    both can be had. Raises ValueError for anything else, SetupError if the ranks ask for different ones.
-    """
-    wish = requested
-    if requested in (None, "auto"):
-        wish = settings.get("TRANSPORT")
-    if wish not in TRANSPORTS:
-        raise ValueError(f"transport is {requested!r}; expected one of {', '.join(map(repr, TRANSPORTS))}")
-    found = survey(communicator, drv, device, transport=wish)
+    if requested not in ("auto", "peer", "multicast"):
+        raise ValueError(f"transport is {requested!r}; expected 'auto', 'peer' or 'multicast'")
+    found = survey(communicator, drv, device, transport=requested)
     found.require_equal()
-    if wish == "peer":
-        return Transport("peer", "peer was asked for")
+    if requested == "peer":
+        return "peer"
     missing = why_no_multicast(found)
-    if wish == "multicast":
+    if requested == "multicast":
         if missing is not None:
             raise missing
-        return Transport("multicast", "multicast was asked for", required=True)
+        return "multicast"
+    chosen, reason = "multicast", "every rank has multicast"
     if missing is not None:
-        return _told(communicator, Transport("peer", str(missing)))
-    if wish == "measure":
-        return Transport("measure", "the faster is measured for each size")
-    if communicator.size <= 2:
-        return _told(communicator, Transport("peer", f"multicast gains nothing with {communicator.size} ranks"))
-    return _told(communicator, Transport("multicast", "every rank has it"))
-
-
-def _told(communicator: Communicator, transport: Transport) -> Transport:
+        chosen, reason = "peer", str(missing)
+    elif communicator.size <= 2:
+        chosen, reason = "peer", f"multicast gains nothing with {communicator.size} ranks"
     if communicator.rank == 0:
-        log.info("transport %s: %s", transport.name, transport.reason)
-    return transport
+        log.info("transport %s: %s", chosen, reason)
+    return chosen
 
 
 def why_no_multicast(found: Survey) -> MulticastUnavailable | None:
