@@ -76,7 +76,7 @@ class DeviceArray:
         shape = _shape(shape)
         nbytes = math.prod(shape) * dtype.itemsize
         memory = _Memory(drv, device, nbytes) if nbytes else None
-        template = np.ndarray(shape, dtype, _bytes_at(memory), order="F" if order == "F" else "C")
+        template: np.ndarray[Any, Any] = np.ndarray(shape, dtype, _bytes_at(memory), order="F" if order == "F" else "C")
         self._adopt(drv, device, memory, template)
 
     def _adopt(self, drv: Driver, device: int, memory: _Memory | None, template: np.ndarray[Any, Any]) -> None:
@@ -168,7 +168,7 @@ class DeviceArray:
         if span:
             self._move("cuMemcpyDtoHAsync", held, self.address + offset, stream)
         if span:
-            found = np.ndarray(self.shape, self.dtype, held, -offset, self.strides)
+            found: np.ndarray[Any, Any] = np.ndarray(self.shape, self.dtype, held, -offset, self.strides)
         else:
             found = np.empty(self.shape, self.dtype)
         if ary is None:
