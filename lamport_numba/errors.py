@@ -11,6 +11,7 @@ __all__ = [
     "EmulatorFault",
     "LamportError",
     "LamportWarning",
+    "MailboxTimeout",
     "MulticastUnavailable",
     "PeerTimeout",
     "PlatformError",
@@ -153,6 +154,28 @@ class PeerTimeout(LamportError):
         self.call = call
         self.seconds = seconds
         self.detail = detail
+
+
+class MailboxTimeout(LamportError):
+    """A poll of a tagged mailbox waited past its deadline.
+
+    Attributes: ``region``, ``pair`` (the first stale one), ``expected`` and ``seen`` (tags; 0 is a pair that was never
+    put), ``seconds``, ``rank`` (the one that waited).
+    """
+
+    def __init__(
+        self, region: str, pair: int, expected: int, seen: int, seconds: float, *, rank: int | None = None
+    ) -> None:
+        had = "nothing was ever put there" if seen == 0 else f"it held tag {seen}"
+        super().__init__(
+            f"{on_rank(rank)}waited {seconds:g} s for pair {pair} of region {region!r} with tag {expected}; {had}"
+        )
+        self.region = region
+        self.pair = pair
+        self.expected = expected
+        self.seen = seen
+        self.seconds = seconds
+        self.rank = rank
 
 
 class CallMismatch(LamportError):
