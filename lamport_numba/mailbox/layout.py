@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .lowering import PAIR_BYTES, region_id
@@ -72,7 +72,7 @@ class MailboxLayout:
     def __getitem__(self, name: str) -> Region:
         return self._regions[name]
 
-    def __iter__(self) -> object:
+    def __iter__(self) -> Iterator[Region]:
         return iter(self._regions.values())
 
     def __repr__(self) -> str:
