@@ -31,8 +31,10 @@ def to_device(x: Any, *, stream: Any = None, device: int | None = None, drv: Dri
     drv = drv or driver.select()
     device = drv.default_device() if device is None else device
     if drv.kind == "cuda":
+        if not (host.flags.c_contiguous or host.flags.f_contiguous):
+            host = np.ascontiguousarray(host)
         with drv.current(device):
-            return _numba_cuda().to_device(np.asarray(host, order="A"), stream=_numba_stream(stream))
+            return _numba_cuda().to_device(host, stream=_numba_stream(stream))
     order = "F" if host.flags.f_contiguous and not host.flags.c_contiguous else "C"
     array = DeviceArray(drv, device, host.shape, host.dtype, order=order)
     array.copy_to_device(host, stream=stream)

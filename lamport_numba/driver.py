@@ -7,6 +7,7 @@ emulated one.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -229,8 +230,8 @@ def why_not_cuda() -> str | None:
     try:
         (code,) = structs.cuInit(0)
     except Exception as error:  # the binding raises what its version likes when libcuda is not there
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"libcuda, the driver's library, was not found ({first})"
+        missing = type(error).__name__ == "DynamicLibNotFoundError" or "dlopen" in str(error)
+        return f"libcuda, the driver's library, was not found{'' if missing else f' ({error})'}"
     if code != 0:
         return str(DriverError("cuInit", code))
     code, version = structs.cuDriverGetVersion()
@@ -284,7 +285,7 @@ def _find(asked: str) -> Driver:
         warnings.warn(
             f"using the emulated device (on the CPU) because {reason}; LAMPORT_NUMBA_DEVICE=emulated silences this",
             DeviceFallbackWarning,
-            stacklevel=3,
+            stacklevel=_caller(),
         )
     if "emulated" not in _chosen:
         emulated = Driver("emulated", import_module("lamport_numba.emulator.driver"))  # a real GPU needs none of it
@@ -295,7 +296,16 @@ def _find(asked: str) -> Driver:
 
 def _warn_of_unknown_settings() -> None:
     for name in settings.unknown():
-        warnings.warn(f"{name} is not a setting of this library and does nothing", LamportWarning, stacklevel=4)
+        text = f"{name} is not a setting of this library and does nothing"
+        warnings.warn(text, LamportWarning, stacklevel=_caller())
+
+
+def _caller() -> int:
+    """The stacklevel of a warning, given by our caller, that blames the first frame outside of the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def forget() -> None:

@@ -7,6 +7,7 @@ import warnings
 import pytest
 from helpers.scripted_driver import SUCCESS, ScriptedApi, scripted
 
+import lamport_numba
 from lamport_numba import driver
 from lamport_numba.driver import structs
 from lamport_numba.errors import DeviceFallbackWarning, DeviceUnavailable, DriverError, LamportWarning, SettingError
@@ -195,6 +196,13 @@ def test_auto_falls_back_with_one_warning(fresh):
     assert chosen.api.calls == [("cuInit", 0)]
 
 
+def test_the_warning_blames_the_caller_outside_of_the_package(fresh):
+    fresh.setattr(driver, "why_not_cuda", lambda: "the moon is full")
+    with pytest.warns(DeviceFallbackWarning) as caught, contextlib.suppress(Exception):
+        lamport_numba.to_device([1.0])
+    assert caught[0].filename == __file__
+
+
 def test_emulated_never_looks_for_a_gpu(fresh):
     fresh.setattr(driver, "why_not_cuda", lambda: pytest.fail("looked"))
     fresh.setenv("LAMPORT_NUMBA_DEVICE", "emulated")
@@ -246,7 +254,16 @@ def test_why_not_cuda_without_libcuda(monkeypatch):
 
     _, api = scripted(cuInit=missing)
     monkeypatch.setattr(driver, "structs", api)
-    assert driver.why_not_cuda().endswith("(Failed to dlopen libcuda.so.1)")
+    assert driver.why_not_cuda() == "libcuda, the driver's library, was not found"
+
+
+def test_why_not_cuda_with_a_broken_binding(monkeypatch):
+    def broken(flags):
+        raise RuntimeError("no symbol cuInit")
+
+    _, api = scripted(cuInit=broken)
+    monkeypatch.setattr(driver, "structs", api)
+    assert driver.why_not_cuda().endswith("(no symbol cuInit)")
 
 
 def test_importing_the_seam_loads_neither_numba_nor_the_emulator():
