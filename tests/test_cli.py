@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import mpirun
+from helpers import environment, mpirun
 
 from lamport_numba import __version__, cli
 from lamport_numba.cli import _common
@@ -95,3 +95,31 @@ def test_info_of_a_device_that_is_not_there_says_why_and_fails():
     if not cuda["usable"]:
         assert cuda["why_not"]
         assert cuda["transports"]["multicast"]["why_not"] == cuda["why_not"]
+
+
+def test_info_lists_the_emulated_devices_of_all_ranks():
+    done = mpirun.command(["-m", "lamport_numba", "info", "--json", "--device", "emulated"], 3)
+    found = json.loads(done.stdout)  # one document: rank 0 alone speaks
+    emulated = found["devices"]["emulated"]
+    assert emulated["usable"]
+    assert [one["index"] for one in emulated["devices"]] == [0, 1, 2]
+    assert len({one["uuid"] for one in emulated["devices"]}) == 3
+    assert emulated["transports"]["peer"] == {"usable": True, "why_not": None}
+
+
+@pytest.mark.parametrize("name", [*environment.OFF, environment.OURS])
+def test_info_names_the_variable_that_forbids_multicast(name):
+    value = environment.OFF.get(name, "1")
+    others = {other: None for other in environment.OFF if other != name}
+    arguments = ["-m", "lamport_numba", "info", "--json", "--device", "emulated", "--transport", "multicast"]
+    done = mpirun.command(arguments, None, env={**others, name: value}, check=False)
+    multicast = json.loads(done.stdout)["devices"]["emulated"]["transports"]["multicast"]
+    assert multicast == {"usable": False, "why_not": f"switched off by {name}={value}"}
+    assert done.returncode == 1
+    assert mpirun.command(arguments, None, multicast=True).returncode == 0
+
+
+def test_info_reads_well():
+    said = mpirun.command(["-m", "lamport_numba", "info"], None).stdout
+    assert "emulated: yes" in said
+    assert "  peer: yes" in said
