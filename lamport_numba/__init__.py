@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .arrays import DeviceArray as DeviceArray
     from .arrays import device_array as device_array
     from .arrays import to_device as to_device
+    from .collectives import LamportAllGather as LamportAllGather
+    from .collectives import PreparedCall as PreparedCall
     from .emulator.ranks import run_ranks as run_ranks
     from .errors import CallMismatch as CallMismatch
     from .errors import ClosedError as ClosedError
@@ -39,12 +41,15 @@ if TYPE_CHECKING:
     from .errors import SentinelWarning as SentinelWarning
     from .errors import SettingError as SettingError
     from .errors import SetupError as SetupError
+    from .errors import StreamError as StreamError
 
 # public name -> module that defines it; the imports above tell type checkers the same
 _PUBLIC: dict[str, str] = {
     "DeviceArray": ".arrays",
     "device_array": ".arrays",
     "to_device": ".arrays",
+    "LamportAllGather": ".collectives",
+    "PreparedCall": ".collectives",
     "CallMismatch": ".errors",
     "ClosedError": ".errors",
     "DeviceFallbackWarning": ".errors",
@@ -61,6 +66,7 @@ _PUBLIC: dict[str, str] = {
     "SentinelWarning": ".errors",
     "SettingError": ".errors",
     "SetupError": ".errors",
+    "StreamError": ".errors",
     "run_ranks": ".emulator.ranks",
 }
 

@@ -20,6 +20,7 @@ __all__ = [
     "SentinelWarning",
     "SettingError",
     "SetupError",
+    "StreamError",
     "hint_for",
 ]
 
@@ -176,6 +177,10 @@ class MailboxTimeout(LamportError):
         self.seen = seen
         self.seconds = seconds
         self.rank = rank
+
+
+class StreamError(LamportError):
+    """Calls of one object on two streams would overlap."""
 
 
 class CallMismatch(LamportError):

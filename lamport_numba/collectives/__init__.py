@@ -1,0 +1,6 @@
+"""Collectives: all-gathers that a Python program can call without a framework."""
+
+from .allgather import LamportAllGather
+from .base import AllGather, PreparedCall
+
+__all__ = ["AllGather", "LamportAllGather", "PreparedCall"]

@@ -1,0 +1,256 @@
+"""A channel: one transport's mailbox, the device state beside it, and the kernel that serves both.
+
+Kernels of two transports advance different generation words, so they never share a mailbox: an all-gather that uses
+two transports has two channels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..driver import Driver, structs
+from ..symmetric.communicator import Communicator
+from ..symmetric.memory import SymmetricMemory
+from .launch import Block, Kernel, load, wide
+from .reports import CONTROL_BYTES, MAX_WORLD, Report, control_bytes, error_of, parse
+
+__all__ = ["Channel", "LamportChannel", "Plan"]
+
+PACK_BYTES = 16
+SENTINEL = 0x80000000
+_WARP = 32
+_GENERATIONS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the channels of one all-gather have in common. Capacity in packs, timeout in seconds."""
+
+    capacity: int
+    timeout: float
+    share_device: bool
+    pdl: bool
+    host_alarm: int
+
+
+class Channel:
+    """Base of the channels: symmetric memory that begins with the control block, and a device allocation of our own.
+
+    Construction is collective. The device's primary context is current in every method.
+    """
+
+    def __init__(self, comm: Communicator, drv: Driver, device: int, transport: str, plan: Plan) -> None:
+        self.comm = comm
+        self.drv = drv
+        self.device = device
+        self.transport = transport
+        self.plan = plan
+        self.rank, self.world = comm.rank, comm.size
+        self.state = 0
+        self._side: Any = None
+        self.memory = SymmetricMemory(
+            comm,
+            drv,
+            device,
+            CONTROL_BYTES + self.mailbox_bytes(),
+            multicast=transport == "multicast",
+            share_device=plan.share_device,
+        )
+        mine = self.memory.survey.mine.uuid
+        self._sharers = sum(facts.uuid == mine for facts in self.memory.survey.ranks)
+        error = self._failure_of(self._prepare)
+        try:
+            comm.vote("fill the mailbox", error)  # nobody may publish before every mailbox is filled (I9)
+            comm.vote("warm up", self._failure_of(self.warm_up))
+        except Exception:
+            self.abandon()
+            raise
+
+    @staticmethod
+    def _failure_of(step: Callable[[], None]) -> Exception | None:
+        try:
+            step()
+        except Exception as failure:
+            return failure
+        return None
+
+    def _prepare(self) -> None:
+        call = self.drv.call
+        self._side = call("cuStreamCreate", structs.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self.state = int(call("cuMemAlloc", self.state_bytes()))
+        call("cuMemsetD32Async", self.memory.local, 0, CONTROL_BYTES // 4, self._side)
+        call("cuMemsetD32Async", self.state, 0, self.state_bytes() // 4, self._side)
+        self.fill()
+        self.load()
+        call("cuStreamSynchronize", self._side)
+
+    def warm_up(self) -> None:
+        """Touch every page once: one call of the whole capacity in each generation, which then do not count."""
+        call = self.drv.call
+        nbytes = self.plan.capacity * PACK_BYTES
+        scratch = int(call("cuMemAlloc", nbytes * (1 + self.world)))
+        try:
+            call("cuMemsetD8Async", scratch, 0, nbytes, self._side)
+            block = self.block(scratch, scratch + nbytes, self.plan.capacity, 0, int(self._side))
+            for _ in range(_GENERATIONS):
+                block.launch()
+            call("cuStreamSynchronize", self._side)
+            reports = self.reports()
+            if reports:
+                raise error_of(reports, self.rank)
+            self.restart_calls()
+        finally:
+            call("cuMemFree", scratch)
+
+    # What a kind of channel defines
+
+    def mailbox_bytes(self) -> int:
+        """Size of the mailbox, in bytes."""
+        raise NotImplementedError
+
+    def state_bytes(self) -> int:
+        """Size of the device state, in bytes, a multiple of 4. It starts as zeros."""
+        raise NotImplementedError
+
+    def fill(self) -> None:
+        """Queue the mailbox's first contents on the side stream."""
+        raise NotImplementedError
+
+    def load(self) -> None:
+        """Load the kernels."""
+        raise NotImplementedError
+
+    def block(self, source: int, target: int, packs: int, code: int, stream: int) -> Block:
+        """A packed launch of the call that gathers ``packs`` packs at ``source`` into ``target``."""
+        raise NotImplementedError
+
+    def skip(self, stream: int) -> None:
+        """Count a call that this rank refused."""
+        raise NotImplementedError
+
+    def calls(self) -> int:
+        """How many calls the device has completed or counted. Waits for nothing: synchronise first."""
+        raise NotImplementedError
+
+    def restart_calls(self) -> None:
+        """Count the calls from 0 again; none is under way."""
+        raise NotImplementedError
+
+    # The same for all
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Copy device memory to the host, beside whatever the other streams do."""
+        into = ctypes.create_string_buffer(nbytes)
+        self.drv.call("cuMemcpyDtoHAsync", ctypes.addressof(into), address, nbytes, self._side)
+        self.drv.call("cuStreamSynchronize", self._side)
+        return into.raw
+
+    def alarmed(self) -> bool:
+        """Whether this rank's alarm is set, by a kernel of its own or by a peer."""
+        return self.read(self.memory.local, 4) != b"\0\0\0\0"
+
+    def reports(self) -> list[Report]:
+        """What the ranks have reported, the root cause first."""
+        return parse(self.read(self.memory.local, control_bytes(self.world)), self.world)
+
+    def grid(self, kernel: Kernel, columns: int, items: int) -> tuple[tuple[int, int], int]:
+        """Grid and block for ``columns`` x ``items`` threads, never more than the device holds at once."""
+        threads = 64 if items <= 64 else 128
+        limit = kernel.resident_ctas(threads)
+        if self._sharers > 1:
+            # Each rank on the device may have two grids resident: this call's, and the next one's at its wait.
+            limit = max(limit // (self._sharers * (2 if self.plan.pdl else 1)), 1)
+        rows = min(columns, limit)
+        return (max(min(-(-items // threads), limit // rows), 1), rows), threads
+
+    def close(self) -> None:
+        """Free everything; collective. The caller has synchronised the streams of the calls."""
+        self._free()
+        self.memory.close()
+
+    def abandon(self) -> None:
+        """Free what can be freed without the peers."""
+        self._free()
+        self.memory.abandon()
+
+    def _free(self) -> None:
+        state, self.state = self.state, 0
+        side, self._side = self._side, None
+        if state:
+            self.drv.call("cuMemFree", state)
+        if side is not None:
+            self.drv.call("cuStreamDestroy", side)
+
+
+class LamportChannel(Channel):
+    """The sentinel protocol of ptx/lamport_peer.ptx and ptx/lamport_multicast.ptx."""
+
+    def __init__(self, comm: Communicator, drv: Driver, device: int, transport: str, plan: Plan) -> None:
+        # Header packs follow the payload's in each row, in a warp of their own.
+        self.row = -(-plan.capacity // _WARP) * _WARP + 1
+        super().__init__(comm, drv, device, transport, plan)
+
+    def mailbox_bytes(self) -> int:
+        return _GENERATIONS * self.world * self.row * PACK_BYTES
+
+    def _generation_words(self) -> int:
+        return self.world * (self.row // _WARP + 1)
+
+    def state_bytes(self) -> int:
+        return 4 * (self._generation_words() + self.world + 1)
+
+    def fill(self) -> None:
+        mailbox = self.memory.local + CONTROL_BYTES
+        self.drv.call("cuMemsetD32Async", mailbox, SENTINEL, self.mailbox_bytes() // 4, self._side)
+
+    def load(self) -> None:
+        self._peers = wide([self.memory.address(rank) for rank in range(self.world)], MAX_WORLD)
+        self.kernel = load(self.drv, self.device, f"lamport_{self.transport}.ptx")
+        self._skip = load(self.drv, self.device, "lamport_skip.ptx")
+
+    @property
+    def _calls_address(self) -> int:
+        return self.state + 4 * self._generation_words()
+
+    def block(self, source: int, target: int, packs: int, code: int, stream: int) -> Block:
+        columns = self.world if self.transport == "multicast" else max(self.world - 1, 1)
+        items = -(-packs // _WARP) * _WARP + _WARP
+        grid, threads = self.grid(self.kernel, columns, items)
+        u32, u64 = ctypes.c_uint32, ctypes.c_uint64
+        parameters: list[Any] = [
+            u64(source),
+            u64(target),
+            u32(packs),
+            u32(code),
+            u32(self.rank),
+            u32(self.world),
+            u32(self.row),
+            u64(self.state),
+            u64(self._calls_address),
+            u64(int(self.plan.timeout * 1e9)),
+            u64(self.plan.host_alarm),
+        ]
+        if self.transport == "multicast":
+            parameters.append(u64(self.memory.multicast or 0))
+        parameters.append(self._peers)
+        return Block(self.kernel, parameters, grid=grid, threads=threads, stream=stream, pdl=self.plan.pdl)
+
+    def skip(self, stream: int) -> None:
+        parameters = [ctypes.c_uint64(self._calls_address), ctypes.c_uint32(self.world)]
+        Block(self._skip, parameters, grid=(1, 1), threads=_WARP, stream=stream, pdl=False).launch()
+
+    def calls(self) -> int:
+        words = self.read(self._calls_address, 4 * self.world)
+        return max(int.from_bytes(words[i : i + 4], "little") for i in range(0, len(words), 4))
+
+    def restart_calls(self) -> None:
+        self.drv.call("cuMemsetD32Async", self._calls_address, 0, self.world + 1, self._side)
+        self.drv.call("cuStreamSynchronize", self._side)
+
+    def residue(self) -> list[int]:
+        """Indices of the 32-bit words of this rank's mailbox that are not the sentinel: none between calls (I1)."""
+        raw = memoryview(self.read(self.memory.local + CONTROL_BYTES, self.mailbox_bytes())).cast("I")
+        return [index for index, word in enumerate(raw) if word != SENTINEL]
