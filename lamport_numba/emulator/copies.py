@@ -25,19 +25,22 @@ _move: Final = ctypes.memmove
 
 
 def _device_range(context: Context, address: int, size: int, access: Access) -> None:
-    problem = context.device.table.check(address, size, access)
-    if problem is not None:
-        problem = _through_peer(address, size, access) or problem
-        if problem:
-            refuse(result.CUDA_ERROR_INVALID_VALUE, f"{size} bytes at {address:#x}: {problem}")
+    device = context.device
+    problem = device.table.check(address, size, access)
+    if problem is not None and _through_peer(address, size, access) is not None:
+        for mapping in device.multicasts:
+            mapping.follow()
+        problem = device.table.check(address, size, access) or problem
+        why = MEMORY.explain(device, address)
+        refuse(result.CUDA_ERROR_INVALID_VALUE, f"{size} bytes at {address:#x}: {problem}{why}")
 
 
 def _through_peer(address: int, size: int, access: Access) -> str | None:
-    """Plain memory of another device can be copied without peer access; None if it is not that."""
+    """Plain memory of another device can be copied without peer access: None if it is that, else what is wrong."""
     region = MEMORY.region(address)
     if region is None or region.device is None or region.mapping is not None:
-        return None
-    return region.device.table.check(address, size, access) or ""
+        return "not memory of a device"
+    return region.device.table.check(address, size, access)
 
 
 def _checked(context: Context, address: int, size: int, kind: str, access: Access) -> bool:
