@@ -23,7 +23,6 @@ __all__ = ["Buffer", "as_buffer", "byte_span", "checked_dtype", "contiguous_stri
 
 _HIGHEST: Final = 2**64
 _HALF: Final = 2**63
-_HOST_TYPES: Final = (np.ndarray, np.generic)
 _PLAIN: Final = {np.dtype(code).str: np.dtype(code) for code in "?bhilqBHILQefdgFDG"}  # without parsing, for speed
 _TYPESTR: Final = re.compile(r"[<>|=]?[biufcmMSUVO]\d{1,9}(\[[^\[\]]*\])?")
 
@@ -65,8 +64,6 @@ def as_buffer(
     Raises TypeError for what is no array of a device and for dtypes that cannot travel, ValueError for numbers that
     make no sense, for another device's memory, and for a read-only array that is to be written.
     """
-    if isinstance(obj, _HOST_TYPES):
-        raise TypeError(_host_message(name, "a numpy array"))
     interface, refusal = _interface_of(obj)
     if interface is not None:
         found = _from_interface(interface, obj, name)
@@ -75,11 +72,10 @@ def as_buffer(
     elif refusal is not None:
         raise refusal
     else:
-        kind = type(obj).__name__
         if hasattr(obj, "__array_interface__") or isinstance(obj, list | tuple) or _has_host_bytes(obj):
-            raise TypeError(_host_message(name, f"of type {kind}"))
+            raise TypeError(_host_message(name, obj))
         raise TypeError(
-            f"{name} is of type {kind}; expected a device array: anything with __cuda_array_interface__ or DLPack "
+            f"{name} is of type {type(obj).__name__}; expected a device array: with __cuda_array_interface__ or DLPack "
             "(numba, cupy, torch, or what lamport_numba.to_device returns)"
         )
     if writable and found.readonly:
@@ -121,7 +117,8 @@ def _has_host_bytes(obj: Any) -> bool:
     return True
 
 
-def _host_message(name: str, what: str) -> str:
+def _host_message(name: str, obj: Any) -> str:
+    what = "a numpy array" if isinstance(obj, np.ndarray) else f"of type {type(obj).__name__} and"
     return f"{name} is {what} in host memory; move it to the device first: lamport_numba.to_device({name})"
 
 
@@ -184,7 +181,7 @@ def _interface_dtype(interface: Mapping[str, Any], obj: Any, name: str) -> np.dt
 def _from_dlpack(obj: Any, drv: Driver, device: int | None, stream: int, name: str) -> Buffer:
     kind, number = dlpack.device_of(obj)
     if kind in (dlpack.CPU, dlpack.CUDA_HOST):
-        raise TypeError(_host_message(name, f"of type {type(obj).__name__}"))
+        raise TypeError(_host_message(name, obj))
     if kind not in (dlpack.CUDA, dlpack.CUDA_MANAGED):
         raise TypeError(f"{name} is on a device of DLPack type {kind}; expected {dlpack.CUDA} (CUDA)")
     if device is not None and kind == dlpack.CUDA and number != device:

@@ -254,6 +254,16 @@ def test_host_memory_says_how_to_move_it(host):
         as_buffer(host, DRV, name="x")
 
 
+def test_numpy_array_that_the_device_can_read():
+    class Mapped(np.ndarray):  # as numba's mapped and managed arrays are
+        @property
+        def __cuda_array_interface__(self):
+            return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.ctypes.data, False), "version": 3}
+
+    array = np.zeros(4, "f4").view(Mapped)
+    assert as_buffer(array, DRV).address == array.ctypes.data
+
+
 @pytest.mark.parametrize("other", [None, 5, 1.5, object(), "text", {}])
 def test_no_array_at_all(other):
     with pytest.raises(TypeError, match="expected a device array"):
