@@ -1,0 +1,173 @@
+"""The scheduler of a kernel: LLVM code with the kernel's step function inlined.
+
+``run(grid, ctas, quantum)`` makes passes over the resident CTAs. In a pass every lane that is ready takes one step;
+then collectives
+and barriers that are complete let their lanes go. A CTA that has ended gives its slot to the next one.
+
+*Progress* is strict: a lane that exits, comes out of a collective or a barrier, or has changed memory since its last
+step. Coming
+back from a loop that only looks is none. A whole pass without any is answered STALLED.
+"""
+
+from __future__ import annotations
+
+from . import layout
+from .ir import Code, Value, Variable
+from .layout import CTA, GRID, WARP
+from .runtime import lane_at, warp_at
+
+__all__ = ["scheduler"]
+
+_FAULTED = 2  # what a pass over a CTA answers beside 0 and 1 (progress)
+_TURNS = 64  # how often a warp goes on at once after a collective, before the next has its turn
+
+
+def _turn() -> Code:
+    """One pass over a CTA: 0, 1 (progress) or 2 (fault)."""
+    c = Code("turn", "i32", [("ptr", "grid"), ("ptr", "slot")], "noinline")
+    grid, slot = c.params["grid"], c.params["slot"]
+    progress = c.variable("i32", 0)
+    stride = c.get(grid, GRID, "stride").to("i64")
+    steps = c.variable("i64", 0)
+    with c.each(c.get(grid, GRID, "warps")) as index:
+        warp = warp_at(c, slot, index)
+        first = lane_at(c, grid, slot, index * 32)
+        turns = c.variable("i32")
+        turns.set(_TURNS)
+        with c.when(c.get(warp, WARP, "depending").ne(0) & c.get(grid, GRID, "released").ne(0)):
+            _move(c, warp, "depending", "ready", c.get(warp, WARP, "depending"))
+            progress.set(1)
+        again = c.fresh("again")
+        c.label(again)
+        with c.each_bit(c.get(warp, WARP, "ready")) as bit:
+            lane = first + bit.to("i64") * stride
+            steps.set(steps.get() + 1)
+            why = c.call("i32", "step", lane, slot, grid)
+            _settle(c, grid, slot, warp, lane, bit, index, why, progress)
+        with c.when((c.get(warp, WARP, "collective") | c.get(warp, WARP, "sampling")).ne(0)):
+            answered = c.call("i1", "resolve", grid, slot, warp, index)
+            progress.set(progress.get() | answered.to("i32"))
+            with c.when(answered):
+                turns.set(turns.get() - 1)
+                on = c.fresh("on")
+                c.branch(turns.get().ne(0), again, on)
+                c.label(on)
+    with c.when(c.get(slot, CTA, "barred").ne(0)), c.when(c.call("i1", "barriers", grid, slot)):
+        progress.set(1)
+    c.put(grid, GRID, "steps", c.get(grid, GRID, "steps") + steps.get())
+    c.ret(progress.get())
+    return c
+
+
+def _move(c: Code, warp: Value, source: str, target: str, mask: Value) -> None:
+    c.put(warp, WARP, source, c.get(warp, WARP, source) & ~mask)
+    c.put(warp, WARP, target, c.get(warp, WARP, target) | mask)
+
+
+def _settle(
+    c: Code,
+    grid: Value,
+    slot: Value,
+    warp: Value,
+    lane: Value,
+    bit: Value,
+    index: Value,
+    why: Value,
+    progress: Variable,
+) -> None:
+    """Do what a lane came back for."""
+    mine = c.const("i32", 1) << bit
+    end = c.fresh("settled")
+    names = [c.fresh(f"why{n}") for n in range(layout.FAULT + 1)]
+    cases = " ".join(f"i32 {n}, label %{name}" for n, name in enumerate(names))
+    c.do(f"switch {why}, label %{end} [{cases}]")
+    c.open = False
+
+    c.label(names[layout.EXIT])
+    for name in ("ready", "live"):
+        c.put(warp, WARP, name, c.get(warp, WARP, name) & ~mine)
+    c.bump(slot, CTA, "live", -1)
+    progress.set(1)
+    c.jump(end)
+
+    c.label(names[layout.SPIN])
+    c.jump(end)
+
+    c.label(names[layout.YIELD])
+    progress.set(1)
+    c.jump(end)
+
+    waits = {layout.COLLECTIVE: "collective", layout.GRID_WAIT: "depending", layout.SAMPLE: "sampling"}
+    for number, target in waits.items():
+        c.label(names[number])
+        _move(c, warp, "ready", target, mine)
+        c.jump(end)
+
+    c.label(names[layout.BARRIER_WAIT])
+    with c.choose(c.call("i1", "arrive", slot, lane)) as (waits_, goes_on):
+        with waits_:
+            _move(c, warp, "ready", "barred", mine)
+        with goes_on:
+            progress.set(1)
+    c.jump(end)
+
+    c.label(names[layout.FAULT])
+    c.put(grid, GRID, "fault_lane", index * 32 + bit)
+    for axis in "xyz":
+        c.put(grid, GRID, f"fault_{axis}", c.get(slot, CTA, axis))
+    c.ret(c.const("i32", _FAULTED))
+    c.label(end)
+
+
+def _retire(c: Code, grid: Value, slot: Value) -> None:
+    """A CTA whose last lane has left: its slot is free, and it counts as having triggered."""
+    c.call("void", "trigger", grid, slot)
+    c.bump(grid, GRID, "finished")
+    c.bump(grid, GRID, "resident", -1)
+
+
+def _run() -> Code:
+    c = Code("run", "i32", [("ptr", "grid"), ("i32", "ctas"), ("i64", "quantum")])
+    grid, ctas = c.params["grid"], c.params["ctas"]
+    total = c.get(grid, GRID, "total")
+    end = c.get(grid, GRID, "steps") + c.params["quantum"]
+    slots = c.get(grid, GRID, "slots")
+    high = c.get(grid, GRID, "high")
+    progress = c.variable("i32", 0)
+    with c.forever():
+        progress.set(0)
+        with c.when(c.op("i32", f"load atomic i32, {grid + GRID.offsets['stop']} monotonic, align 4").ne(0)):
+            c.put(grid, GRID, "fault_kind", layout.F_STOPPED)
+            c.ret(c.const("i32", layout.FAULTED))
+        with c.each(high) as index:
+            slot = (slots + index.to("i64") * 8).load("ptr")
+            with c.forever() as (again, leave):
+                with c.when(c.get(slot, CTA, "live").eq(0)):
+                    full = ~c.get(grid, GRID, "next").lt(total) | ~c.get(grid, GRID, "resident").lt(ctas)
+                    fill = c.fresh("fill")
+                    c.branch(full, leave, fill)
+                    c.label(fill)
+                    c.call("void", "dispatch", grid, slot)
+                    progress.set(1)
+                what = c.call("i32", "turn", grid, slot)
+                with c.when(what.eq(_FAULTED)):
+                    c.ret(c.const("i32", layout.FAULTED))
+                progress.set(progress.get() | what)
+                ended = c.fresh("ended")
+                c.branch(c.get(slot, CTA, "live").eq(0), ended, leave)
+                c.label(ended)
+                _retire(c, grid, slot)
+                c.branch(c.get(grid, GRID, "steps").lt(end), again, leave)
+        with c.when(c.get(grid, GRID, "finished").eq(total)):
+            c.ret(c.const("i32", layout.FINISHED))
+        with c.when(progress.get().eq(0)):
+            c.ret(c.const("i32", layout.STALLED))
+        with c.when(~c.get(grid, GRID, "steps").lt(end)):
+            c.ret(c.const("i32", layout.RUNNING))
+    c.ret(c.const("i32", layout.RUNNING))
+    return c
+
+
+def scheduler(step: Code) -> list[Code]:
+    """The functions of a kernel's unit: the step, a pass over a CTA, and the run."""
+    return [step, _turn(), _run()]
