@@ -7,7 +7,7 @@ import pytest
 
 from lamport_numba import run_ranks
 from lamport_numba.errors import ClosedError, DriverError, MulticastUnavailable, RendezvousTimeout, SetupError
-from lamport_numba.symmetric.communicator import Communicator
+from lamport_numba.symmetric.communicator import Communicator, _Exchange
 
 
 def everywhere(n, program):
@@ -207,3 +207,25 @@ def test_the_application_s_messages_do_not_meet_ours():
         return bytes(mine)
 
     assert run_ranks(2, body) == [b"mine"] * 2
+
+
+def test_a_rank_that_leaves_after_a_stage_does_not_spoil_it(monkeypatch):
+    advance = _Exchange.advance
+
+    def slowly(exchange):
+        done = advance(exchange)
+        if done and exchange._comm.rank == 1:
+            time.sleep(0.1)  # rank 0 leaves meanwhile
+        return done
+
+    def rank(comm):
+        communicator = Communicator(comm, timeout=10)
+        assert communicator.all_gather(b"word", "speak") == [b"word"] * 2
+        if comm.rank == 0:
+            communicator.give_up("it had enough")
+        else:
+            with pytest.raises(SetupError, match="rank 0 gave up"):
+                communicator.barrier("go on")
+
+    monkeypatch.setattr(_Exchange, "advance", slowly)
+    run_ranks(2, rank, timeout=30)

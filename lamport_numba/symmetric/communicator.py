@@ -68,6 +68,7 @@ class Communicator:
         self._stage = 0
         self._over: Exception | None = None  # why the rendezvous is over
         self._called = False  # this rank has answered the roll
+        self._heard: dict[int, dict[str, Any]] = {}  # the rolls that others have called
         self._freed = False
         self._ears = [comm]  # where a roll may be called: the caller's communicator only until all have ours
         self._comm = self._duplicate(comm)
@@ -85,7 +86,7 @@ class Communicator:
         exchange = _Exchange(self._comm, self.rank, number, stage, data)
         try:
             self._await(exchange.advance, exchange.missing, stage, timeout)
-            self._listen(stage, exchange.missing, self.timeout if timeout is None else timeout)
+            self._listen(stage, exchange.missing, self.timeout if timeout is None else timeout, complete=True)
         except BaseException:
             exchange.abandon()
             raise
@@ -210,11 +211,24 @@ class Communicator:
 
     # The roll call
 
-    def _listen(self, stage: str, missing: Callable[[], tuple[int, ...]], seconds: float) -> None:
-        """Raise if another rank has called the roll."""
-        for comm in self._ears:
-            if any(comm.Iprobe(source=rank, tag=_ROLL_TAG) for rank in range(self.size) if rank != self.rank):
-                self._end(stage, missing(), seconds)
+    def _listen(
+        self, stage: str, missing: Callable[[], tuple[int, ...]], seconds: float, *, complete: bool = False
+    ) -> None:
+        """Raise if another rank has called the roll.
+
+        A ``complete`` stage stands if a rank has merely left since (``give_up`` names no stage): the next one raises.
+        """
+        self._hear()
+        if any(answer["stage"] or not complete for answer in self._heard.values()):
+            self._end(stage, missing(), seconds)
+
+    def _hear(self) -> None:
+        """Take in the rolls that others have called."""
+        for rank in range(self.size):
+            if rank != self.rank and rank not in self._heard:
+                answer = self._answer(rank)
+                if answer is not None:
+                    self._heard[rank] = answer
 
     def _call_roll(self, stage: str, missing: tuple[int, ...], reason: str | None) -> None:
         """Tell every other rank that the rendezvous is over."""
@@ -236,16 +250,12 @@ class Communicator:
     def _end(self, stage: str, missing: tuple[int, ...], seconds: float) -> NoReturn:
         """Call the roll, hear the others, and raise the error that all of them raise."""
         self._call_roll(stage, missing, None)
-        answers: dict[int, dict[str, Any]] = {}
-        others = set(range(self.size)) - {self.rank}
         end = self._clock() + _GRACE
-        while set(answers) != others and self._clock() < end:
-            for rank in sorted(others - set(answers)):
-                answer = self._answer(rank)
-                if answer is not None:
-                    answers[rank] = answer
+        self._hear()
+        while len(self._heard) < self.size - 1 and self._clock() < end:
             self._pause(0.005)
-        self._over = _verdict(self.rank, stage, missing, seconds, answers)
+            self._hear()
+        self._over = _verdict(self.rank, stage, missing, seconds, self._heard)
         raise self._over
 
     def _answer(self, rank: int) -> dict[str, Any] | None:
