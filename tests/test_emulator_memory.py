@@ -216,9 +216,10 @@ def test_one_unmap_may_take_several_mappings(drv, size):
 
 
 def test_set_access_refuses_a_device_without_a_context_here(drv, size):
-    emulator.configure(devices=3)
+    foreign = drv.device_count()
+    emulator.configure(devices=foreign + 1)
     mine = Mapped(drv, size)
-    refused(drv, "cuMemSetAccess", mine.address, size, access(2), 1, code=101, text="own")
+    refused(drv, "cuMemSetAccess", mine.address, size, access(foreign), 1, code=101, text="own")
     refused(drv, "cuMemSetAccess", mine.address, size, access(), 2)
     mine.close()
 

@@ -248,7 +248,7 @@ class Engine:
 
     @staticmethod
     def _work() -> bool:
-        return any(device.busy for device in MACHINE.devices) or MACHINE.fabric.in_flight > 0
+        return bool(MACHINE.working) or MACHINE.fabric.in_flight > 0
 
     # Running, with the turn held
 
@@ -256,20 +256,19 @@ class Engine:
         """Start what may start, run every grid once; whether anything got anywhere."""
         self.rounds += 1
         moved = False
-        for device in MACHINE.devices:
-            if device.busy:
-                for stream in list(device.busy):
-                    if stream.queue and self._start(stream):
-                        moved = True
-                    if not stream.queue and not stream.running:
-                        self._rest(stream)
-                grids = device.grids
-                if len(grids) == 1:
-                    launch = grids[0]
-                    moved |= self._run(launch, launch.limit, CONFIG.quantum)
-                elif grids:
-                    for launch in self._order(grids):
-                        moved |= self._run(launch, self._room(device, launch), CONFIG.quantum)
+        for device in list(MACHINE.working):
+            for stream in list(device.busy):
+                if stream.queue and self._start(stream):
+                    moved = True
+                if not stream.queue and not stream.running:
+                    self._rest(stream)
+            grids = device.grids
+            if len(grids) == 1:
+                launch = grids[0]
+                moved |= self._run(launch, launch.limit, CONFIG.quantum)
+            elif grids:
+                for launch in self._order(grids):
+                    moved |= self._run(launch, self._room(device, launch), CONFIG.quantum)
         return moved
 
     @staticmethod
@@ -345,11 +344,14 @@ class Engine:
     @staticmethod
     def _rest(stream: Stream) -> None:
         """The stream has nothing left to do."""
-        busy = stream.device.busy
-        busy.pop(stream, None)
+        device, context = stream.device, stream.context
+        device.busy.pop(stream, None)
         if stream.queue:  # somebody queued in this moment
-            busy[stream] = None
-        context = stream.context
+            device.busy[stream] = None
+        if not device.busy:
+            MACHINE.working.pop(device, None)
+            if device.busy:
+                MACHINE.working[device] = None
         if context.idle_work and context.idle:
             work, context.idle_work = context.idle_work, []
             for free in work:
@@ -393,7 +395,7 @@ class Engine:
                 operation.done = True
             stream.queue.clear()
             stream.running.clear()
-            device.busy.pop(stream, None)
+            self._rest(stream)
         work, context.idle_work = context.idle_work, []
         for free in work:
             free()
@@ -418,20 +420,19 @@ class Engine:
     def _step(self) -> bool:
         fabric = MACHINE.fabric
         grids: list[Launch] = []
-        for device in MACHINE.devices:
-            if device.busy:
-                for stream in list(device.busy):
-                    if stream.queue and self._may_start(stream, stream.queue[0]) and fabric.draw(2):
-                        self._start(stream)
-                        self._still = 0
-                    if not stream.queue and not stream.running:
-                        self._rest(stream)
-                grids += device.grids
+        for device in sorted(MACHINE.working, key=_index):
+            for stream in list(device.busy):
+                if stream.queue and self._may_start(stream, stream.queue[0]) and fabric.draw(2):
+                    self._start(stream)
+                    self._still = 0
+                if not stream.queue and not stream.running:
+                    self._rest(stream)
+            grids += device.grids
         if not grids:
             if fabric.in_flight:
                 fabric.land(1 + fabric.draw(64))
                 return True
-            return any(device.busy for device in MACHINE.devices)
+            return bool(MACHINE.working)
         launch = grids[fabric.draw(len(grids))]
         assert launch.stream is not None
         quantum = 1 << fabric.draw(12)
@@ -517,6 +518,10 @@ def session(
         _in_session.release()
 
 
+def _index(device: Device) -> int:
+    return device.index
+
+
 def _clock() -> float:
     return MACHINE.fabric.now() / 1e9
 
@@ -528,6 +533,6 @@ def _jump(when: float) -> None:
 def _drain(seconds: float = 5.0) -> None:
     """Let work that the ranks have left behind end, or end it."""
     end = time.monotonic() + seconds
-    ENGINE.wait(lambda: not any(device.busy for device in MACHINE.devices) or time.monotonic() > end)
-    if any(device.busy for device in MACHINE.devices):
+    ENGINE.wait(lambda: not MACHINE.working or time.monotonic() > end)
+    if MACHINE.working:
         ENGINE.stop(f"work was left behind and did not end within {seconds:g} s")

@@ -82,6 +82,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.devices: list[Device] = []
+        self.working: dict[Device, None] = {}  # devices with busy streams
         self.contexts: dict[int, Context] = {}
         self.local = _Local()
         self.lock = threading.RLock()  # tables of handles; never held while anything waits

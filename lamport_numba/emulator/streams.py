@@ -116,6 +116,7 @@ def enqueue(stream: Stream, operation: Operation) -> None:
     busy = stream.device.busy
     if stream not in busy:
         busy[stream] = None
+        MACHINE.working[stream.device] = None
         ENGINE.kick()
 
 
