@@ -114,6 +114,16 @@ def test_without_the_relaxed_mode_a_capture_is_broken(drv, streams):
     assert drv.api.cuStreamEndCapture(captured)[0] == structs.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
 
 
+def test_a_query_breaks_a_capture_too(drv, streams):
+    eager, captured = streams
+    event = drv.call("cuEventCreate", 0)
+    drv.call("cuEventRecord", event, eager)
+    drv.call("cuStreamBeginCapture", captured, GLOBAL)
+    assert drv.api.cuEventQuery(event)[0] == structs.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+    assert drv.api.cuStreamEndCapture(captured)[0] == structs.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+    drv.call("cuEventDestroy", event)
+
+
 def test_interface_stream_of_a_producer(drv, streams):
     producer, consumer = streams
     array = device_array(8, "u4", drv=drv)

@@ -352,10 +352,12 @@ def _record(number: Any, hStream: Any, flags: int) -> None:
 
 @api()
 def cuEventQuery(hEvent: Any) -> None:
+    from . import graphs
     from .engine import ENGINE
 
     event = event_of(hEvent)
     _not_captured(event)
+    graphs.forbid_unsafe("cuEventQuery")  # undocumented; reported in public
     if event.record is not None and not event.record.done:
         ENGINE.glance()
     if event.context.error is not None:
