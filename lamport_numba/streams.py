@@ -169,8 +169,9 @@ class InFlight:
         """Wait for everything held (unless ``wait`` is false), let it go, destroy the events; idempotent."""
         groups = [*self._waiting, *self._free]
         if wait:
-            for group in self._waiting:
-                self._drv.call("cuEventSynchronize", group.event)
+            with self._drv.relaxed():
+                for group in self._waiting:
+                    self._drv.call("cuEventSynchronize", group.event)
         self._waiting.clear()
         self._free.clear()
         self._captured.clear()
