@@ -35,6 +35,9 @@ demo: $(READY) ## real data gathered by N=4 ranks, compared with MPI
 test: lint ## lint, then every test that needs no GPU
 	$(PY) -m pytest
 
+test-setup: $(READY) ## the whole matrices of set-up and teardown (faults, deaths, delays), some minutes
+	$(PY) -m pytest -m setup_matrix
+
 test-gpu: $(READY) ## the same cases on real GPUs, 2 to 4 ranks, under MPS where they must share one (RANKS, JSON)
 	$(PY) tests/gpu/run.py --ranks $(or $(RANKS),2,3,4) $(if $(JSON),--json $(JSON))
 
@@ -46,4 +49,4 @@ clean: ## remove the virtual environment and what tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-gpu lint clean
+.PHONY: help demo test test-setup test-gpu lint clean
