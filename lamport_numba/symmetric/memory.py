@@ -119,7 +119,7 @@ class SymmetricMemory:
             return
         if os.getpid() != self._pid:
             raise ClosedError(f"this memory belongs to process {self._pid}, not to its fork {os.getpid()}")
-        self._communicator.barrier("close")  # nobody stores to this memory any more
+        self._communicator.barrier("before close")  # nobody stores to this memory any more
         with self._communicator.step("close"):
             self._ledger.settle()
         self._closed = True
