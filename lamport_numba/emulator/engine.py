@@ -293,9 +293,11 @@ class Engine:
         moved = False
         queue = stream.queue
         while queue and self._may_start(stream, queue[0]):
-            operation = queue.popleft()
+            operation = queue[0]
             operation.start()
             stream.last = operation
+            if queue and queue[0] is operation:  # only now: others take an empty stream for idle
+                queue.popleft()
             moved = True
         return moved
 
