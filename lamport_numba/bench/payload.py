@@ -26,7 +26,7 @@ Words = np.ndarray[Any, np.dtype[np.uint32]]
 
 def mix(call: int, rank: int) -> int:
     """Word 0 of a rank's payload in a call."""
-    h = (call * _CALL + rank * _RANK) & _MASK
+    h = (call * _CALL + (rank + 1) * _RANK) & _MASK
     h ^= h >> 16
     h = h * _MULTIPLIER & _MASK
     return h ^ h >> 15
@@ -153,7 +153,7 @@ class Payloads:
         block.launch()
 
     def _block(self, kernel: str, parameters: list[Any], items: int) -> Block:
-        threads = min(_CTA, -(-items // 32) * 32)
+        threads = 1 if items == 1 else min(_CTA, -(-items // 32) * 32)
         grid = (min(-(-items // threads), _MOST_CTAS), 1)
         rig = self._rig
         return Block(rig.kernel(kernel), parameters, grid=grid, threads=threads, stream=rig.stream, pdl=self._pdl)

@@ -95,22 +95,20 @@ def run(comm: Any, options: Options, *, progress: Callable[[int, float], None] |
     gather = LamportAllGather(
         comm, capacity, transport=options.transport, timeout=options.timeout, pdl=options.pdl, device=options.device
     )
+    drv = select().for_rank(gather.rank)
     try:
-        drv = select().for_rank(gather.rank)
         with drv.current(gather.device):
             rig = Rig(drv, gather.device)
-            try:
-                outcome = _Run(host, gather, rig, options, progress).outcome()
-            finally:
-                rig.close()
+            outcome = _Run(host, gather, rig, options, progress).outcome()
+            if any(outcome.errors):
+                gather.abandon()
+            else:
+                gather.close()
+                host.free()
+            rig.close()
     except BaseException:
         gather.abandon()
         raise
-    if any(outcome.errors):
-        gather.abandon()
-    else:
-        gather.close()
-        host.free()
     return outcome
 
 
