@@ -83,7 +83,7 @@ MEET = (
     st.relaxed.sys.global.u32 [%a], %v;
 SPIN:
     ld.relaxed.sys.global.u32 %x, [%b];
-    setp.ne.u32 %p, %x, %v;
+    setp.lt.u32 %p, %x, %v;
     @%p bra SPIN;
     ret;
 }
@@ -189,7 +189,7 @@ def test_bad_text_is_refused_with_the_line_in_the_log(drv):
     with pytest.raises(DriverError) as caught:
         drv.load_module(STORE.replace("st.global.u32", "st.globule.u32"))
     assert caught.value.code == 218
-    assert "line 9" in str(caught.value)
+    assert "line 10" in str(caught.value)
 
 
 @pytest.mark.parametrize(
