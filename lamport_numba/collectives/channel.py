@@ -157,14 +157,14 @@ class Channel:
         return parse(self.read(self.memory.local, control_bytes(self.world)), self.world)
 
     def grid(self, kernel: Kernel, columns: int, items: int) -> tuple[tuple[int, int], int]:
-        """Grid and block for ``columns`` x ``items`` threads, never more than the device holds at once."""
-        threads = 64 if items <= 64 else 128
-        limit = kernel.resident_ctas(threads)
+        """Grid and block for ``items`` x ``columns`` threads, never more than the device holds at once."""
+        wide = 64 if items <= 64 else 128
+        limit = kernel.resident_ctas(wide)
         if self._sharers > 1:
             # Each rank on the device may have two grids resident: this call's, and the next one's at its wait.
             limit = max(limit // (self._sharers * (2 if self.plan.pdl else 1)), 1)
         rows = min(columns, limit)
-        return (max(min(-(-items // threads), limit // rows), 1), rows), threads
+        return (max(min(-(-items // wide), limit // rows), 1), rows), wide
 
     def close(self) -> None:
         """Free everything; collective. The caller has synchronised the streams of the calls."""

@@ -54,7 +54,7 @@ class Block:
         parameters: Sequence[Any],
         *,
         grid: tuple[int, int],
-        threads: int,
+        threads: int | tuple[int, int],
         stream: int,
         pdl: bool,
     ) -> None:
@@ -63,7 +63,8 @@ class Block:
         self._pointers = (ctypes.c_void_p * len(self.parameters))(*(ctypes.addressof(p) for p in self.parameters))
         config = structs.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        wide, high = (threads, 1) if isinstance(threads, int) else threads
+        config.blockDimX, config.blockDimY, config.blockDimZ = wide, high, 1
         config.sharedMemBytes = 0
         config.hStream = structs.CUstream(stream)
         if pdl:
