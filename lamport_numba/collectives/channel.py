@@ -156,15 +156,23 @@ class Channel:
         """What the ranks have reported, the root cause first."""
         return parse(self.read(self.memory.local, control_bytes(self.world)), self.world)
 
-    def grid(self, kernel: Kernel, columns: int, items: int) -> tuple[tuple[int, int], int]:
-        """Grid and block for ``items`` x ``columns`` threads, never more than the device holds at once."""
-        wide = 64 if items <= 64 else 128
-        limit = kernel.resident_ctas(wide)
+    def limit(self, kernel: Kernel, threads: int) -> int:
+        """How many CTAs of ``threads`` threads a grid of this rank may have, so that all of it is resident at once."""
+        limit = kernel.resident_ctas(threads)
         if self._sharers > 1:
             # Each rank on the device may have two grids resident: this call's, and the next one's at its wait.
-            limit = max(limit // (self._sharers * (2 if self.plan.pdl else 1)), 1)
-        rows = min(columns, limit)
-        return (max(min(-(-items // wide), limit // rows), 1), rows), wide
+            limit //= self._sharers * (2 if self.plan.pdl else 1)
+        return max(limit, 1)
+
+    def grid(
+        self, kernel: Kernel, columns: int, items: int, block: tuple[int, int] | None = None
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Grid and block, (x, y) each, that cover ``items`` x ``columns``, or as much as is resident at once."""
+        if block is None:
+            block = (64 if items <= 64 else 128), 1
+        limit = self.limit(kernel, block[0] * block[1])
+        rows = min(columns // block[1], limit)
+        return (max(min(-(-items // block[0]), limit // rows), 1), rows), block
 
     def close(self) -> None:
         """Free everything; collective. The caller has synchronised the streams of the calls."""
@@ -218,7 +226,7 @@ class LamportChannel(Channel):
     def block(self, source: int, target: int, packs: int, code: int, stream: int) -> Block:
         columns = self.world if self.transport == "multicast" else max(self.world - 1, 1)
         items = -(-packs // _WARP) * _WARP + _WARP
-        grid, threads = self.grid(self.kernel, columns, items)
+        grid, block = self.grid(self.kernel, columns, items, block_of(columns, items))
         u32, u64 = ctypes.c_uint32, ctypes.c_uint64
         parameters: list[Any] = [
             u64(source),
@@ -236,7 +244,7 @@ class LamportChannel(Channel):
         if self.transport == "multicast":
             parameters.append(u64(self.memory.multicast or 0))
         parameters.append(self._peers)
-        return Block(self.kernel, parameters, grid=grid, threads=threads, stream=stream, pdl=self.plan.pdl)
+        return Block(self.kernel, parameters, grid=grid, threads=block, stream=stream, pdl=self.plan.pdl)
 
     def skip(self, stream: int) -> None:
         parameters = [ctypes.c_uint64(self._calls_address), ctypes.c_uint32(self.world)]
@@ -254,3 +262,12 @@ class LamportChannel(Channel):
         """Indices of the 32-bit words of this rank's mailbox that are not the sentinel: none between calls (I1)."""
         raw = memoryview(self.read(self.memory.local + CONTROL_BYTES, self.mailbox_bytes())).cast("I")
         return [index for index, word in enumerate(raw) if word != SENTINEL]
+
+
+def block_of(columns: int, items: int) -> tuple[int, int]:
+    """The block (x, y) that measured best on an H200: columns side by side in the smallest calls."""
+    if items <= 64:
+        return 64, columns if columns <= 8 else 1
+    if columns > 1 and items <= 512:
+        return items, 1
+    return 128, 1
