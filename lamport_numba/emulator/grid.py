@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -63,16 +64,20 @@ class _Block:
     One mapping holds the header, the parameters and the memories of the access sites; others hold the CTAs' slots.
     """
 
-    def __init__(self, kernel: Kernel, threads: int, shared_bytes: int, frame_bytes: int) -> None:
-        self.shape = (threads, shared_bytes, frame_bytes)
+    def __init__(self, kernel: Kernel, threads: int, shared_bytes: int, frame_bytes: int, adversarial: bool) -> None:
+        self.shape = (threads, shared_bytes, frame_bytes, adversarial)
         self.warps = -(-threads // layout.WARP_SIZE)
         self.lanes_at = layout.lanes_at(self.warps)
         self.shared_at = _up(self.lanes_at + self.warps * layout.WARP_SIZE * frame_bytes, 128)
-        self.slot_bytes = _up(self.shared_at + shared_bytes + 16, 128)
+        self.buffers_at = _up(self.shared_at + shared_bytes, 16)
+        buffers, orphans = (n * layout.WORD.size * adversarial for n in (layout.BUFFER_LENGTH, layout.ORPHANS))
+        self.slot_bytes = _up(self.buffers_at + buffers + 16, 128)
         self.caches_at = _up(_PARAMS_AT + kernel.param_bytes, 64)
         self.caches_bytes = layout.CACHE.size * len(kernel.sites)
-        self.memory = mmap.mmap(-1, self.caches_at + self.caches_bytes + 64)
+        orphans_at = _up(self.caches_at + self.caches_bytes, 64)
+        self.memory = mmap.mmap(-1, orphans_at + orphans + 64)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.orphans = self.address + orphans_at
         self.seen: int | None = None  # the table, and its version, that the sites remember
         self.table: AddressTable | None = None
         self.slots: ctypes.Array[ctypes.c_uint64] = (ctypes.c_uint64 * 0)()
@@ -162,7 +167,7 @@ class Grid:
         self._fault: Fault | None = None
         self._status: Status | None = None
         self._final = (0, False, 0)  # resident, triggered and steps once the block is given back
-        shape = (threads, kernel.shared_bytes + shared_bytes, self._code.frame_bytes)
+        shape = (threads, kernel.shared_bytes + shared_bytes, self._code.frame_bytes, fabric.is_adversarial)
         b = self._take_block(shape)
         self._block: _Block | None = b
         b.forget(table)
@@ -178,10 +183,20 @@ class Grid:
             *grid,
             *(threads, b.warps, b.lanes_at, shape[2], b.shared_at, shape[1], kernel.param_bytes, table.device),
             *(0, next(_sequence)),
-            *(0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+            *(0, 0, 0, 0, 0, 0, 0, 0, 0),
+            *(b.orphans, *self._order(), 0, b.buffers_at),
         )
 
-    def _take_block(self, shape: tuple[int, int, int]) -> _Block:
+    def _order(self) -> tuple[int, int]:
+        """Step and start of the order in which CTAs are dispatched: from 0 up, or drawn."""
+        if not self.fabric.is_adversarial:
+            return 1, 0
+        step = self.fabric.draw(self.total) + 1
+        while math.gcd(step, self.total) != 1:
+            step += 1
+        return step, self.fabric.draw(self.total)
+
+    def _take_block(self, shape: tuple[int, int, int, bool]) -> _Block:
         pool = self.kernel.pool
         for i in range(len(pool) - 1, -1, -1):
             if pool[i].shape == shape:

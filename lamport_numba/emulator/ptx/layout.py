@@ -62,9 +62,10 @@ GRID = Record(
     i32 fault_kind, fault_site, fault_lane, fault_x, fault_y, fault_z;
     i64 fault_address;
     i32 fault_size, orphans;
-    ptr orphan_list"""
+    ptr orphan_list;
+    i32 order_step, order_start, calm, buffers_at"""
 )
-CTA = Record("i32 live, x, y, z, rank, triggered, barred, depending, buffered, held; ptr buffer")
+CTA = Record("i32 live, x, y, z, rank, triggered, barred, buffered, held")
 BARRIER = Record("i32 arrived, expected, waiting, ones", size=16)
 WARP = Record("i32 ready, live, collective, barred, depending, sampling, size, first", size=32)
 LANE = Record("i32 state, mask, op, b, c, ones; i64 a, result; i32 tid_x, tid_y, tid_z, lane, warp", size=64)
@@ -72,6 +73,15 @@ TABLE = Record("i64 count, version; ptr entries")
 ENTRY = Record("i64 base, end; i32 kind, access; i64 key; ptr members; i32 member_count, spare", size=48)
 MEMBER = Record("ptr address; i64 key", size=16)
 CACHE = Record("i64 base, span", size=16)
+
+# The adversarial fabric: its state, its queues of words in flight, and a CTA's stores that are not done yet.
+FABRIC = Record("i64 random, clock, salt, flying, wide, landed; i32 weather, weather_left")
+QUEUE = Record("i32 head, count, held", size=16)
+WORD = Record("ptr address; i64 value; i32 size, sender", size=24)
+QUEUES, QUEUE_LENGTH = 64, 256
+WORDS_AT = FABRIC.size + QUEUES * QUEUE.size
+FABRIC_BYTES = WORDS_AT + QUEUES * QUEUE_LENGTH * WORD.size
+BUFFER_LENGTH, ORPHANS = 32, 256
 
 BARRIERS_AT = CTA.size
 WARPS_AT = BARRIERS_AT + BARRIERS * BARRIER.size

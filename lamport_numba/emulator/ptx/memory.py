@@ -206,7 +206,7 @@ def _watched(t: Translator, address: Value, access: Access, site: int, need: int
     lose, keep = c.fresh("lose"), c.fresh("keep")
     c.branch(c.call("i1", "fabric_preempt", t.grid), lose, keep)
     c.label(lose)
-    t.leave(layout.YIELD, t.live[t.at])
+    t.leave(t.moved.get().select(c.const("i32", layout.YIELD), layout.SPIN), t.live[t.at])
     c.label(keep)
     address = _address(t, next(o for o in t.item.operands if isinstance(o, Address)))
     if not generic:

@@ -153,7 +153,7 @@ class Module:
             translation = self._translations.pop(name, None) if not adversarial else None
             if translation is None:
                 translation = translate(self.source, self.source.functions[name], adversarial=adversarial)
-            code = native.compile_text(unit(scheduler(translation.step)))
+            code = native.compile_text(unit(scheduler(translation.step, adversarial=adversarial)))
             data = translation.frame_bytes.to_bytes(8, "little") + code
             native.disk_write(file, data)
         return data

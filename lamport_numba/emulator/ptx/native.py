@@ -177,4 +177,5 @@ def runtime_function(name: str, prototype: Any) -> Any:
         return prototype(_process().runtime[name])
 
 
+# run(grid, ctas, quantum)
 RUN = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int64)

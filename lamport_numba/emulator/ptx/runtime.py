@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from . import layout
+from . import adversary, layout
+from .adversary import store_unit
 from .ir import Code, Value, unit
 from .layout import BARRIER, CACHE, CTA, ENTRY, GRID, LANE, MEMBER, TABLE, WARP
 
@@ -124,13 +125,6 @@ def _window() -> Code:
     return c
 
 
-def store_unit(c: Code, pointer: Value, value: Value, size: Value, order: str = "monotonic") -> None:
-    """Store the low ``size`` bytes (1, 2, 4 or 8) of a value, whole."""
-    for width in (1, 2, 4, 8):
-        with c.when(size.eq(width)):
-            c.do(f"store atomic {value.to(f'i{8 * width}')}, {pointer} {order}, align {width}")
-
-
 def _multicast() -> Code:
     """Store one unit in every member's memory."""
     params = [("ptr", "grid"), ("ptr", "entry"), ("i64", "address"), ("i64", "value"), ("i32", "size")]
@@ -160,8 +154,11 @@ def _dispatch() -> Code:
     """Put the next CTA in a slot: every lane at the beginning."""
     c = Code("dispatch", "void", [("ptr", "grid"), ("ptr", "slot")], "noinline")
     grid, slot = c.params["grid"], c.params["slot"]
-    rank = c.get(grid, GRID, "next")
-    c.put(grid, GRID, "next", rank + 1)
+    turn = c.get(grid, GRID, "next")
+    c.put(grid, GRID, "next", turn + 1)
+    # the order is drawn by the adversarial fabric; else it is (1 * turn + 0) % total
+    step, start, total = (c.get(grid, GRID, name).to("i64") for name in ("order_step", "order_start", "total"))
+    rank = ((turn.to("i64") * step + start) % total).to("i32")
     c.bump(grid, GRID, "resident")
     threads = c.get(grid, GRID, "threads")
     x, y = c.get(grid, GRID, "nctaid_x"), c.get(grid, GRID, "nctaid_y")
@@ -170,8 +167,8 @@ def _dispatch() -> Code:
     c.put(slot, CTA, "x", rank % x)
     c.put(slot, CTA, "y", (rank // x) % y)
     c.put(slot, CTA, "z", rank // (x * y))
-    c.put(slot, CTA, "triggered", 0)
-    c.put(slot, CTA, "barred", 0)
+    for name in ("triggered", "barred", "buffered", "held"):
+        c.put(slot, CTA, name, 0)
     size = layout.BARRIERS * BARRIER.size
     c.call(
         "void",
@@ -455,12 +452,6 @@ define i64 @machine_now() {
 }"""
 
 
-def _now() -> Code:
-    c = Code("fabric_now", "i64", [("ptr", "fabric")], "noinline")
-    c.ret(c.call("i64", "machine_now"))
-    return c
-
-
 def _functions() -> list[Code]:
     return [
         _fault(),
@@ -472,7 +463,7 @@ def _functions() -> list[Code]:
         _resolve(),
         _arrive(),
         _barriers(),
-        _now(),
+        *adversary.functions(),
     ]
 
 

@@ -12,8 +12,9 @@ back from a loop that only looks is none. A whole pass without any is answered S
 from __future__ import annotations
 
 from . import layout
+from .adversary import draw
 from .ir import Code, Value, Variable
-from .layout import CTA, GRID, WARP
+from .layout import CTA, FABRIC, GRID, WARP
 from .runtime import lane_at, warp_at
 
 __all__ = ["scheduler"]
@@ -126,6 +127,13 @@ def _retire(c: Code, grid: Value, slot: Value) -> None:
     c.bump(grid, GRID, "resident", -1)
 
 
+def _stop_if_told(c: Code, grid: Value) -> None:
+    stop = grid + GRID.offsets["stop"]
+    with c.when(c.op("i32", f"load atomic i32, {stop} monotonic, align 4").ne(0)):
+        c.put(grid, GRID, "fault_kind", layout.F_STOPPED)
+        c.ret(c.const("i32", layout.FAULTED))
+
+
 def _run() -> Code:
     c = Code("run", "i32", [("ptr", "grid"), ("i32", "ctas"), ("i64", "quantum")])
     grid, ctas = c.params["grid"], c.params["ctas"]
@@ -136,9 +144,7 @@ def _run() -> Code:
     progress = c.variable("i32", 0)
     with c.forever():
         progress.set(0)
-        with c.when(c.op("i32", f"load atomic i32, {grid + GRID.offsets['stop']} monotonic, align 4").ne(0)):
-            c.put(grid, GRID, "fault_kind", layout.F_STOPPED)
-            c.ret(c.const("i32", layout.FAULTED))
+        _stop_if_told(c, grid)
         with c.each(high) as index:
             slot = (slots + index.to("i64") * 8).load("ptr")
             with c.forever() as (again, leave):
@@ -168,6 +174,133 @@ def _run() -> Code:
     return c
 
 
-def scheduler(step: Code) -> list[Code]:
+# -- the adversarial scheduler ---------------------------------------------------------------------------------------
+
+_IDLE = 4  # passes without progress before a pass in which nobody is left out
+
+
+def _chosen(c: Code, fabric: Value, ready: Value) -> Value:
+    """Which of the ready lanes have a turn: all, about a half, a quarter, or few."""
+    mask = c.variable("i32", ready)
+    kind = draw(c, fabric, 2)
+    for at_least in (1, 2, 3):
+        with c.when(~kind.lt(at_least)):
+            mask.set(mask.get() & draw(c, fabric, 32))
+    return mask.get()
+
+
+def _wild_turn() -> Code:
+    """A pass over a CTA that begins anywhere, leaves lanes out, and lets words land after every step."""
+    c = Code("turn", "i32", [("ptr", "grid"), ("ptr", "slot")], "noinline")
+    grid, slot = c.params["grid"], c.params["slot"]
+    fabric, warps = c.get(grid, GRID, "fabric"), c.get(grid, GRID, "warps")
+    calm = c.get(grid, GRID, "calm").ne(0)
+    stride = c.get(grid, GRID, "stride").to("i64")
+    progress, steps = c.variable("i32", 0), c.variable("i64", 0)
+    start = draw(c, fabric, 16)
+    with c.each(warps) as i:
+        index = (start + i) % warps
+        warp = warp_at(c, slot, index)
+        first = lane_at(c, grid, slot, index * 32)
+        with c.when(c.get(warp, WARP, "depending").ne(0) & c.get(grid, GRID, "released").ne(0)):
+            _move(c, warp, "depending", "ready", c.get(warp, WARP, "depending"))
+            progress.set(1)
+        mask = c.variable("i32", c.get(warp, WARP, "ready"))
+        with c.when(~calm):
+            mask.set(_chosen(c, fabric, mask.get()))
+        turned = draw(c, fabric, 5)
+        rotated = c.call("i32", "llvm.fshr.i32", mask.get(), mask.get(), turned)
+        with c.each_bit(rotated) as place:
+            bit = (place + turned) & 31
+            lane = first + bit.to("i64") * stride
+            steps.set(steps.get() + 1)
+            why = c.call("i32", "step", lane, slot, grid)
+            _settle(c, grid, slot, warp, lane, bit, index, why, progress)
+            progress.set(progress.get() | c.call("i1", "fabric_tick", fabric).to("i32"))
+            chance = draw(c, fabric, 8)
+            with c.when((chance & 15).eq(0)):
+                c.call("void", "buffer_leak", grid, slot)
+            with c.when((chance >> 4).eq(0)):
+                c.call("void", "orphan_leak", grid)
+        with c.when((c.get(warp, WARP, "collective") | c.get(warp, WARP, "sampling")).ne(0)):
+            answered = c.call("i1", "resolve", grid, slot, warp, index)
+            progress.set(progress.get() | answered.to("i32"))
+    with c.when(c.get(slot, CTA, "barred").ne(0)):
+        progress.set(progress.get() | c.call("i1", "barriers", grid, slot).to("i32"))
+    with c.when(calm & c.get(slot, CTA, "buffered").ne(0)):
+        c.call("void", "buffer_leak", grid, slot)
+        progress.set(1)
+    c.put(grid, GRID, "steps", c.get(grid, GRID, "steps") + steps.get())
+    c.ret(progress.get())
+    return c
+
+
+def _skip(c: Code, fabric: Value, slot: Value, calm: Value) -> Value:
+    """Whether a CTA is left out of this pass; some are for many."""
+    skipped = c.variable("i1", 0)
+    with c.when(~calm & c.get(slot, CTA, "live").ne(0)):
+        held = c.get(slot, CTA, "held")
+        with c.choose(held.ne(0)) as (yes, no):
+            with yes:
+                c.put(slot, CTA, "held", held - 1)
+                skipped.set(1)
+            with no, c.when(draw(c, fabric, 5).eq(0)):
+                c.put(slot, CTA, "held", draw(c, fabric, 5))
+    return skipped.get()
+
+
+def _wild_run() -> Code:
+    c = Code("run", "i32", [("ptr", "grid"), ("i32", "ctas"), ("i64", "quantum")])
+    grid, ctas = c.params["grid"], c.params["ctas"]
+    fabric = c.get(grid, GRID, "fabric")
+    total, high = c.get(grid, GRID, "total"), c.get(grid, GRID, "high")
+    end = c.get(grid, GRID, "steps") + c.params["quantum"]
+    slots = c.get(grid, GRID, "slots")
+    progress, idle = c.variable("i32", 0), c.variable("i32", 0)
+    with c.forever():
+        progress.set(0)
+        _stop_if_told(c, grid)
+        calm = ~idle.get().lt(_IDLE)
+        c.put(grid, GRID, "calm", calm.to("i32"))
+        start = draw(c, fabric, 16)
+        with c.each(high) as i:
+            index = (start + i) % high
+            slot = (slots + index.to("i64") * 8).load("ptr")
+            full = ~c.get(grid, GRID, "next").lt(total) | ~c.get(grid, GRID, "resident").lt(ctas)
+            with c.when(c.get(slot, CTA, "live").eq(0) & ~full):
+                c.call("void", "dispatch", grid, slot)
+                progress.set(1)
+            with c.when(c.get(slot, CTA, "live").ne(0) & ~_skip(c, fabric, slot, calm)):
+                what = c.call("i32", "turn", grid, slot)
+                with c.when(what.eq(_FAULTED)):
+                    c.ret(c.const("i32", layout.FAULTED))
+                progress.set(progress.get() | what)
+                with c.when(c.get(slot, CTA, "live").eq(0)):
+                    c.call("void", "buffer_orphan", grid, slot)
+                    _retire(c, grid, slot)
+        with c.when(c.get(grid, GRID, "finished").eq(total)):
+            with c.each(c.get(grid, GRID, "orphans")):
+                c.call("void", "orphan_leak", grid)
+            c.ret(c.const("i32", layout.FINISHED))
+        with c.when(calm):  # nobody got on: what lingers moves, if it is only a little
+            with c.when(c.get(fabric, FABRIC, "flying").ne(0)):
+                c.call("i64", "fabric_land", fabric)
+                progress.set(1)
+            with c.when(c.get(grid, GRID, "orphans").ne(0)):
+                c.call("void", "orphan_leak", grid)
+                progress.set(1)
+        with c.when(progress.get().ne(0)):
+            idle.set(0)
+        with c.when(progress.get().eq(0)):
+            with c.when(calm):
+                c.ret(c.const("i32", layout.STALLED))
+            idle.set(idle.get() + 1)
+        with c.when(~c.get(grid, GRID, "steps").lt(end)):
+            c.ret(c.const("i32", layout.RUNNING))
+    c.ret(c.const("i32", layout.RUNNING))
+    return c
+
+
+def scheduler(step: Code, *, adversarial: bool = False) -> list[Code]:
     """The functions of a kernel's unit: the step, a pass over a CTA, and the run."""
-    return [step, _turn(), _run()]
+    return [step, _wild_turn(), _wild_run()] if adversarial else [step, _turn(), _run()]
