@@ -11,6 +11,7 @@ Under a replayable ``run_ranks`` there is neither: the baton asks for one ``step
 from __future__ import annotations
 
 import os
+import random
 import sys
 import threading
 import time
@@ -112,6 +113,7 @@ class Engine:
     def __init__(self) -> None:
         self.turn = Turn()
         self.baton: Baton | None = None  # of a replayable run: then only ``step`` runs anything
+        self.draws = random.Random(0)  # for the order of grids, with the adversarial fabric
         self.rounds = 0
         self._driven = False  # a waiting thread drives
         self._sleepers: list[tuple[Callable[[], bool], threading.Lock]] = []
@@ -179,12 +181,11 @@ class Engine:
             if turn.wanted:
                 turn.give_way()
 
-    @staticmethod
-    def _pause(stalls: int) -> None:
+    def _pause(self, stalls: int) -> None:
         """Give the processor away: at first only to whoever can use it at once, then for longer and longer."""
         fabric = MACHINE.fabric
         if fabric.is_adversarial and fabric.in_flight:
-            fabric.land(1 + fabric.draw(16))
+            fabric.land(self.draws.randint(1, 16))
         elif stalls <= _SPINS:
             os.sched_yield()
         else:
@@ -271,15 +272,11 @@ class Engine:
                     moved |= self._run(launch, self._room(device, launch), CONFIG.quantum)
         return moved
 
-    @staticmethod
-    def _order(grids: list[Launch]) -> list[Launch]:
+    def _order(self, grids: list[Launch]) -> list[Launch]:
         """The oldest first; by lot with the adversarial fabric."""
         order = list(grids)
-        fabric = MACHINE.fabric
-        if fabric.is_adversarial:
-            for i in range(len(order) - 1, 0, -1):
-                j = fabric.draw(i + 1)
-                order[i], order[j] = order[j], order[i]
+        if MACHINE.fabric.is_adversarial:
+            self.draws.shuffle(order)
         return order
 
     @staticmethod
@@ -415,16 +412,16 @@ class Engine:
     # One step at a time, for the baton
 
     def step(self) -> bool:
-        """Do one piece of device work, drawn by lot; False if there is none."""
+        """Do one piece of device work, drawn by lot; False if there is none. With the baton's holder waiting."""
         with self.turn:
             return self._step()
 
     def _step(self) -> bool:
-        fabric = MACHINE.fabric
+        fabric, draws = MACHINE.fabric, self.draws
         grids: list[Launch] = []
         for device in sorted(MACHINE.working, key=_index):
             for stream in list(device.busy):
-                if stream.queue and self._may_start(stream, stream.queue[0]) and fabric.draw(2):
+                if stream.queue and self._may_start(stream, stream.queue[0]) and draws.random() < 0.5:
                     self._start(stream)
                     self._still = 0
                 if not stream.queue and not stream.running:
@@ -432,12 +429,12 @@ class Engine:
             grids += device.grids
         if not grids:
             if fabric.in_flight:
-                fabric.land(1 + fabric.draw(64))
+                fabric.land(draws.randint(1, 64))
                 return True
             return bool(MACHINE.working)
-        launch = grids[fabric.draw(len(grids))]
+        launch = draws.choice(grids)
         assert launch.stream is not None
-        quantum = 1 << fabric.draw(12)
+        quantum = 1 << draws.randrange(12)
         if self._run(launch, self._room(launch.stream.device, launch), quantum):
             self._still, self._jump = 0, 1000
         else:
@@ -450,7 +447,7 @@ class Engine:
         """Every grid waits: let words land, else let time pass, faster and faster."""
         fabric = MACHINE.fabric
         if fabric.in_flight:
-            fabric.land(1 + fabric.draw(16))
+            fabric.land(self.draws.randint(1, 16))
             return
         fabric.advance(self._jump)
         if self._jump < _LAST_JUMP:
@@ -510,6 +507,7 @@ def session(
                 device.serial = 0  # names of memory are part of the replay
             baton = Baton(CONFIG.seed, n, ENGINE.step, _clock, _jump)
         ENGINE.baton = baton
+        ENGINE.draws = baton.draws if baton is not None else random.Random(CONFIG.seed)
         try:
             yield Session(baton)
         finally:
