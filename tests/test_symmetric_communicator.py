@@ -134,6 +134,19 @@ def test_a_late_rank_hears_that_it_was_late():
     assert "came after the deadline" in str(errors[1])
 
 
+def test_where_all_are_alive_the_one_that_most_missed_is_late():
+    def program(c):
+        if c.rank != 1:
+            c.barrier("map", timeout=0.3)
+        else:  # it is there, but sends nothing
+            c.wait(lambda: False, lambda: (0, 2, 3), "map")
+
+    errors = everywhere(4, program)
+    assert [error.missing for error in errors] == [(1,)] * 4
+    assert "it came after the deadline" in str(errors[0])
+    assert "this rank, 1, came after the deadline" in str(errors[1])
+
+
 def test_the_constructor_has_a_deadline_too():
     def body(comm):
         if comm.rank == 1:

@@ -14,6 +14,7 @@ import os
 import struct
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
@@ -67,7 +68,7 @@ class Communicator:
         self._longest = 0.02 if hasattr(comm, "pause") else 1e-3  # that pause ends when something arrives
         self._stage = 0
         self._over: Exception | None = None  # why the rendezvous is over
-        self._called = False  # this rank has answered the roll
+        self._called: dict[str, Any] = {}  # what this rank has answered to the roll
         self._heard: dict[int, dict[str, Any]] = {}  # the rolls that others have called
         self._freed = False
         self._ears = [comm]  # where a roll may be called: the caller's communicator only until all have ours
@@ -133,8 +134,9 @@ class Communicator:
         missing: Callable[[], tuple[int, ...]],
         stage: str,
     ) -> None:
-        """Until ``done()``; after the deadline ``missing()`` tells for whom, and all ranks raise as in any stage."""
+        """A stage of another kind: until ``done()``; after the deadline ``missing()`` says who was waited for."""
         self._check()
+        self._stage += 1
         self._await(done, missing, stage, None, 1e-3)
 
     def sleep(self, seconds: float) -> None:
@@ -234,9 +236,9 @@ class Communicator:
         """Tell every other rank that the rendezvous is over."""
         if self._called:
             return
-        self._called = True
         # ASCII, and short enough for a frame
-        said = {
+        self._called = said = {
+            "number": self._stage,
             "stage": stage[:100],
             "missing": missing[:100],
             "reason": reason and reason.encode("ascii", "replace")[:1000].decode(),
@@ -255,7 +257,7 @@ class Communicator:
         while len(self._heard) < self.size - 1 and self._clock() < end:
             self._pause(0.005)
             self._hear()
-        self._over = _verdict(self.rank, stage, missing, seconds, self._heard)
+        self._over = _verdict(self.rank, stage, seconds, self._called, self._heard)
         raise self._over
 
     def _answer(self, rank: int) -> dict[str, Any] | None:
@@ -357,21 +359,25 @@ def _frames(number: int, check: int, data: bytes) -> list[bytes]:
 
 
 def _verdict(
-    me: int, stage: str, missing: tuple[int, ...], seconds: float, answers: dict[int, dict[str, Any]]
+    me: int, stage: str, seconds: float, mine: dict[str, Any], answers: dict[int, dict[str, Any]]
 ) -> SetupError:
-    """Who is to blame: a rank that somebody missed and that did not answer the roll."""
+    """Who is to blame: a rank that was missed at the earliest stage where anybody waits, and did not answer the roll.
+
+    If all have answered, it is whoever most ranks missed: it came too late.
+    """
     for rank in sorted(answers):
         if answers[rank]["reason"]:
             return SetupError(f"rank {rank} gave up: {answers[rank]['reason']}", rank=rank, step=stage)
-    named = set(missing).union(*(answer["missing"] for answer in answers.values()))
-    silent = named - set(answers) - {me}
+    said = {**answers, me: mine}
+    earliest = min(report["number"] for report in said.values())
+    missed = Counter(rank for report in said.values() if report["number"] == earliest for rank in report["missing"])
+    silent = tuple(sorted(set(missed) - set(said)))
     if silent:
-        return RendezvousTimeout(stage, tuple(sorted(silent)), seconds)
-    if me in named:
-        return RendezvousTimeout(
-            stage, (me,), seconds, detail=f"this rank, {me}, came after the deadline of the others"
-        )
-    return RendezvousTimeout(stage, tuple(sorted(named)), seconds, detail="they came after the deadline")
+        return RendezvousTimeout(stage, silent, seconds)
+    most = max(missed.values(), default=0)
+    late = tuple(sorted(rank for rank, count in missed.items() if count == most))
+    who = f"this rank, {me}," if me in late else "they" if len(late) > 1 else "it"
+    return RendezvousTimeout(stage, late, seconds, detail=f"{who} came after the deadline of the others")
 
 
 def _describe(rank: int, stage: str, error: BaseException) -> dict[str, Any]:
