@@ -131,7 +131,7 @@ def test_the_listener_is_checked_before_a_descriptor_is_sent(monkeypatch):
     with Fresh():
         errors = world(3, make)
     assert all(isinstance(error, SetupError) for error in errors)
-    assert any("rank 2's socket belongs to somebody" in str(error) for error in errors)
+    assert any("the socket of rank 2 belongs to process" in str(error) for error in errors)
 
 
 def test_received_descriptors_are_not_inherited(monkeypatch):

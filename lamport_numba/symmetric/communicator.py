@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
 from .. import settings
-from ..errors import ClosedError, MulticastUnavailable, RendezvousTimeout, SetupError
+from ..errors import ClosedError, LamportError, MulticastUnavailable, RendezvousTimeout, SetupError
 
 __all__ = ["Communicator", "Step"]
 
@@ -199,9 +199,12 @@ class Communicator:
                 if done():
                     return
             except Exception as error:
-                self._over = error
-                self._call_roll(stage, (), f"{stage}: {error}")
-                raise
+                typed = error if isinstance(error, LamportError) else self._failed(stage, error)
+                self._over = typed
+                self._call_roll(stage, (), str(typed))
+                if typed is error:
+                    raise
+                raise typed from error
             now = self._clock()
             if now - start >= seconds:
                 self._end(stage, missing(), seconds)
@@ -210,6 +213,9 @@ class Communicator:
                 listen = now + _LISTEN
             self._pause(max(min(pause, start + seconds - now), 0.0))
             pause = min(pause * 1.5 + 1e-5, longest)
+
+    def _failed(self, stage: str, error: Exception) -> SetupError:
+        return _rebuild(_describe(self.rank, stage, error), [])
 
     # The roll call
 

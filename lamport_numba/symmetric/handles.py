@@ -259,18 +259,22 @@ class _Post:
             self._outgoing.setblocking(False)
         address = self._addresses[target]
         try:
-            try:
+            if not _connected(self._outgoing):
                 self._outgoing.connect(f"\0{address['name']}")
-            except OSError as error:
-                if not _connected(self._outgoing):
-                    raise BlockingIOError from error  # its backlog is full, or it has left: the deadline tells
-            reason = self._stranger(self._outgoing, target)
-            if reason is not None:
-                raise SetupError(f"rank {target}'s socket belongs to {reason}", rank=target, step="exchange handles")
+            if self._stranger(self._outgoing, target) is not None:
+                raise SetupError(
+                    f"the socket of rank {target} belongs to {_who(self._outgoing)}",
+                    rank=target,
+                    step="exchange handles",
+                )
             message = _MESSAGE.pack(_MAGIC, bytes.fromhex(address["secret"]), self._rank)
             assert self._fd is not None
             socket.send_fds(self._outgoing, [message], [self._fd])
-        except BlockingIOError:
+        except BlockingIOError:  # its backlog is full
+            return False
+        except ConnectionError:  # it has left: the roll call or the deadline tells
+            self._outgoing.close()
+            self._outgoing = None
             return False
         self._outgoing.close()
         self._outgoing = None
