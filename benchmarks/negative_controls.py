@@ -20,21 +20,16 @@ FILE = "lamport_peer.ptx"
 MISTAKES: dict[str, list[tuple[str, str]]] = {
     "one-generation": [("setp.eq.u32 %done, %next, 3;", "setp.eq.u32 %done, %next, 1;")],
     "generation-before-wait": [
-        ("    griddepcontrol.wait;\n", ""),
-        # the first read of a generation word, which publishes; waiting again later does no harm
         (
-            "    ld.global.u32 %generation, [%generation_at];\n\n    @%header",
-            "    ld.global.u32 %generation, [%generation_at];\n    griddepcontrol.wait;\n\n    @%header",
+            "    griddepcontrol.wait;\n",
+            "    @%active ld.global.u32 %generation, [%generation_at];\n    griddepcontrol.wait;\n",
         ),
-        (
-            "    griddepcontrol.launch_dependents;\n",
-            "    griddepcontrol.wait;\n    griddepcontrol.launch_dependents;\n",
-        ),
+        ("    ld.global.u32 %generation, [%generation_at];\n    @%header bra", "    @%header bra"),
     ],
     "word-0-only": [
-        ("    setp.eq.or.b32 %late, %w1, 0x80000000, %late;\n", ""),
-        ("    setp.eq.or.b32 %late, %w2, 0x80000000, %late;\n", ""),
-        ("    setp.eq.or.b32 %late, %w3, 0x80000000, %late;\n", ""),
+        ("    setp.eq.or.b32 %late, %w1, %sentinel, %late;\n", ""),
+        ("    setp.eq.or.b32 %late, %w2, %sentinel, %late;\n", ""),
+        ("    setp.eq.or.b32 %late, %w3, %sentinel, %late;\n", ""),
     ],
     "foreign": [],
 }
