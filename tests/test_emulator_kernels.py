@@ -144,6 +144,43 @@ def test_parameters_as_cuda_python_takes_them(drv):
         drv.call("cuMemFree", address)
 
 
+MIXED = HEAD + """
+.visible .entry mixed(.param .u64 at, .param .u8 a, .param .u16 b, .param .align 16 .b8 c[16], .param .u32 d)
+{
+    .reg .b16 %h; .reg .b32 %w; .reg .b64 %at;
+    ld.param.u64 %at, [at];
+    ld.param.u8 %h, [a];
+    cvt.u32.u16 %w, %h;
+    st.global.u32 [%at], %w;
+    ld.param.u16 %h, [b];
+    cvt.u32.u16 %w, %h;
+    st.global.u32 [%at+4], %w;
+    ld.param.u32 %w, [c+12];
+    st.global.u32 [%at+8], %w;
+    ld.param.u32 %w, [d];
+    st.global.u32 [%at+12], %w;
+    ret;
+}
+"""
+
+
+@pytest.mark.parametrize("step", [16, 24, 40_000])
+def test_parameters_of_all_sizes_from_wherever_they_lie(drv, step):
+    target = upload(drv, np.zeros(4, np.uint32))
+    function = drv.call("cuModuleGetFunction", drv.load_module(MIXED), b"mixed")
+    block = np.full(5 * step + 16, 0xEE, np.uint8)
+    values = [np.array([target], np.uint64), np.array([201], np.uint8), np.array([60_000], np.uint16)]
+    values += [np.array([0, 0, 0, 77], np.uint32), np.array([0xFEDCBA98], np.uint32)]
+    pointers = np.empty(5, np.uint64)
+    for i in reversed(range(5)):  # in another order than the parameters'
+        at = (4 - i) * step
+        block[at : at + values[i].nbytes] = values[i].view(np.uint8)
+        pointers[i] = block.ctypes.data + at
+    drv.call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, 0, int(pointers.ctypes.data), 0)
+    assert download(drv, target, 4).tolist() == [201, 60_000, 77, 0xFEDCBA98]
+    drv.call("cuMemFree", target)
+
+
 def test_parameters_are_copied_at_the_launch(drv):
     target = upload(drv, np.zeros(2, np.uint32))
     function = drv.call("cuModuleGetFunction", drv.load_module(STORE), b"store")

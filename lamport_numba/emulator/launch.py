@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from cuda.bindings import driver as cuda
@@ -27,6 +29,7 @@ __all__ = ["Launch", "Plan"]
 
 _CONFIG: Final = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig
 _ATTRIBUTE: Final = 72  # bytes of a CUlaunchAttribute: id, padding, 64 bytes of value
+_CLOSE: Final = 4096  # bytes
 _string_at = ctypes.string_at
 
 _names = cuda.CUlaunchAttributeID
@@ -181,18 +184,44 @@ def _params_of(function: Function, given: Any) -> bytes:
             f"{function.name} takes {len(function.kernel.params)} parameters, none given",
         )
     pointers = _string_at(address, function.pointers)
-    runs = function.layouts.get(pointers)
-    if runs is None:
-        runs = _runs(function, struct.unpack(f"={len(function.kernel.params)}Q", pointers))
+    source = function.layouts.get(pointers)
+    if source is None:
         if len(function.layouts) > 256:
             function.layouts.clear()
-        function.layouts[pointers] = runs
+        runs = _runs(function, struct.unpack(f"={len(function.kernel.params)}Q", pointers))
+        source = function.layouts[pointers] = _source(runs, function.kernel.param_bytes)
+    return source()
+
+
+def _source(runs: list[tuple[int, int, int]], total: int) -> Callable[[], bytes]:
+    """A function that copies the pieces; in one read if they lie close together."""
     if len(runs) == 1:
-        return _string_at(*runs[0][:2])
-    block = bytearray(function.kernel.param_bytes)
-    for pointer, size, offset in runs:
-        block[offset : offset + size] = _string_at(pointer, size)
-    return bytes(block)
+        return partial(_string_at, runs[0][0], total)
+    low = min(pointer for pointer, _, _ in runs)
+    span = max(pointer + size for pointer, size, _ in runs) - low
+    if span <= _CLOSE:  # the pages between are those of the pieces themselves
+        pieces = itemgetter(*_slices([(pointer - low, size, offset) for pointer, size, offset in runs], span))
+        padding = bytes(16)
+        return lambda: b"".join(pieces(_string_at(low, span) + padding))
+
+    def gather() -> bytes:
+        block = bytearray(total)
+        for pointer, size, offset in runs:
+            block[offset : offset + size] = _string_at(pointer, size)
+        return bytes(block)
+
+    return gather
+
+
+def _slices(pieces: list[tuple[int, int, int]], zeros: int) -> list[slice]:
+    """Slices that make up the parameter block, gaps taken from the zeros that begin at ``zeros``."""
+    slices, at = [], 0
+    for start, size, offset in pieces:
+        if offset > at:
+            slices.append(slice(zeros, zeros + offset - at))
+        slices.append(slice(start, start + size))
+        at = offset + size
+    return slices
 
 
 def _runs(function: Function, pointers: tuple[int, ...]) -> list[tuple[int, int, int]]:
