@@ -144,7 +144,9 @@ def test_parameters_as_cuda_python_takes_them(drv):
         drv.call("cuMemFree", address)
 
 
-MIXED = HEAD + """
+MIXED = (
+    HEAD
+    + """
 .visible .entry mixed(.param .u64 at, .param .u8 a, .param .u16 b, .param .align 16 .b8 c[16], .param .u32 d)
 {
     .reg .b16 %h; .reg .b32 %w; .reg .b64 %at;
@@ -162,6 +164,7 @@ MIXED = HEAD + """
     ret;
 }
 """
+)
 
 
 @pytest.mark.parametrize("step", [16, 24, 40_000])
