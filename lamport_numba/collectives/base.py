@@ -417,10 +417,13 @@ class AllGather:
             raise CallMismatch(f"ranks disagree about a call, and it was not made: {rows}", call=self._calls - 1)
 
     def _count_refusal(self, stream: int) -> None:
-        # The other ranks' next call shows by its number that this rank refused one.
+        # The other ranks' next call shows by its number that this rank refused one. The count follows the calls before
+        # it on their stream, and is waited for with them.
+        if self._stream is None:
+            self._stream = stream
         for channel in self._channels.values():
-            if not is_capturing(self._drv, stream):
-                channel.skip(stream)
+            if not is_capturing(self._drv, self._stream):
+                channel.skip(self._stream)
         self._calls += 1
 
     # What the device reports
