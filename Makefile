@@ -45,8 +45,11 @@ lint: $(READY) ## ruff, and mypy --strict on the package
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
+verify: $(READY) ## search the model of the protocol over every interleaving (minutes), check docs/verification.md
+	$(PY) -m verification --check
+
 clean: ## remove the virtual environment and what tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-setup test-gpu lint clean
+.PHONY: help demo test test-setup test-gpu lint verify clean
