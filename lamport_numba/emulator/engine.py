@@ -419,10 +419,11 @@ class Engine:
     def _step(self) -> bool:
         fabric, draws = MACHINE.fabric, self.draws
         grids: list[Launch] = []
+        moved = False
         for device in sorted(MACHINE.working, key=_index):
             for stream in list(device.busy):
                 if stream.queue and self._may_start(stream, stream.queue[0]) and draws.random() < 0.5:
-                    self._start(stream)
+                    moved = self._start(stream)
                     self._still = 0
                 if not stream.queue and not stream.running:
                     self._rest(stream)
@@ -431,7 +432,7 @@ class Engine:
             if fabric.in_flight:
                 fabric.land(draws.randint(1, 64))
                 return True
-            return bool(MACHINE.working)
+            return moved or bool(MACHINE.working)
         launch = draws.choice(grids)
         assert launch.stream is not None
         quantum = 1 << draws.randrange(12)
