@@ -93,10 +93,10 @@ class Baton:
         mine.deadline = None if seconds is None else self.now() + seconds
         try:
             self._pass_on(mine)
+            stuck, self._stuck = self._stuck, None
             if ready():
                 return True
-            if self._stuck is not None:
-                stuck, self._stuck = self._stuck, None
+            if stuck is not None:
                 raise HostDeadlock(stuck)
             return False
         finally:
