@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from verification.search import Broken
 
-# The shipped kernels, step by step. In ptx/lamport_peer.ptx and ptx/lamport_multicast.ptx: "wait" ends part 1, "read" and
+# The shipped kernels, step by step. In ptx/lamport_peer.ptx and lamport_multicast.ptx "wait" ends part 1, "read" and
 # "publish" are part 2, "trigger" is part 3, "reread" and "collect" (which resets too) are part 4, the rest is part 5.
 SHIPPED = ("dispatch", "wait", "read", "publish", "trigger", "reread", "collect", "barrier", "advance")
 # A kernel of somebody else, launched with the PDL attribute, that never waits.
