@@ -193,6 +193,11 @@ class ThreadComm:
 
     # Beyond mpi4py: how our rendezvous waits
 
+    @property
+    def virtual(self) -> bool:
+        """Whether time is virtual and only one rank runs at a time: then nothing else than ``pause`` may sleep."""
+        return self._world.baton is not None
+
     def pause(self, seconds: float) -> None:
         """Sleep until a message or a completion for this rank arrives, at most ``seconds``."""
         self._world.pause(self._world_rank, seconds)

@@ -65,7 +65,8 @@ class Communicator:
         self._pid = os.getpid()
         self._clock: Callable[[], float] = getattr(comm, "clock", time.monotonic)
         self._pause: Callable[[float], None] = getattr(comm, "pause", time.sleep)
-        self._longest = 0.02 if hasattr(comm, "pause") else 1e-3  # that pause ends when something arrives
+        self._longest = _LISTEN if hasattr(comm, "pause") else 1e-3  # that pause ends when something arrives
+        self._virtual = bool(getattr(comm, "virtual", False))  # time is, and only run_ranks may sleep
         self._stage = 0
         self._over: Exception | None = None  # why the rendezvous is over
         self._called: dict[str, Any] = {}  # what this rank has answered to the roll
@@ -133,11 +134,15 @@ class Communicator:
         done: Callable[[], bool],
         missing: Callable[[], tuple[int, ...]],
         stage: str,
+        idle: Callable[[float], None],
     ) -> None:
-        """A stage of another kind: until ``done()``; after the deadline ``missing()`` says who was waited for."""
+        """A stage of another kind: until ``done()``; after the deadline ``missing()`` says who was waited for.
+
+        ``idle(seconds)`` sleeps until there may be something to do, at most ``seconds``.
+        """
         self._check()
         self._stage += 1
-        self._await(done, missing, stage, None, 1e-3)
+        self._await(done, missing, stage, None, self._pause if self._virtual else idle)
 
     def sleep(self, seconds: float) -> None:
         """Wait; virtual time under a replayable run."""
@@ -186,10 +191,10 @@ class Communicator:
         missing: Callable[[], tuple[int, ...]],
         stage: str,
         timeout: float | None,
-        longest: float | None = None,
+        idle: Callable[[float], None] | None = None,
     ) -> None:
         """Call ``done`` until it is true, with a growing pause; raise when the deadline passes or a roll is called."""
-        longest = self._longest if longest is None else longest
+        idle, longest = (self._pause, self._longest) if idle is None else (idle, _LISTEN)
         seconds = self.timeout if timeout is None else timeout
         start = self._clock()
         listen = start + _LISTEN
@@ -211,7 +216,7 @@ class Communicator:
             if now >= listen:
                 self._listen(stage, missing, seconds)
                 listen = now + _LISTEN
-            self._pause(max(min(pause, start + seconds - now), 0.0))
+            idle(max(min(pause, start + seconds - now), 0.0))
             pause = min(pause * 1.5 + 1e-5, longest)
 
     def _failed(self, stage: str, error: Exception) -> SetupError:

@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Callable, Collection, Sequence
@@ -37,6 +38,7 @@ _MAGIC: Final = b"LNhandle"
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _AHEAD: Final = 2  # how many handles a rank may send more than it has received: bounds the descriptors in flight
 _BACKLOG: Final = 128
+_RETRY: Final = 1e-3  # seconds after which a receiver that was too busy is tried again
 
 
 def handle_type(kind: str) -> Any:
@@ -184,7 +186,7 @@ class Parcel:
 
         post = _Post(communicator, found, self._door, addresses, senders, self._fd, take_fd)
         try:
-            communicator.wait(post.advance, post.missing, stage)
+            communicator.wait(post.advance, post.missing, stage, post.idle)
         finally:
             post.close()
         return post.error
@@ -244,6 +246,15 @@ class _Post:
         for guest in list(self._guests):
             self._hear(guest)
         return not self._targets and not self._expected
+
+    def idle(self, seconds: float) -> None:
+        """Sleep until something comes, at most ``seconds``."""
+        poll = select.poll()
+        for listened in (self._door.socket, *self._guests):
+            poll.register(listened, select.POLLIN)
+        if self._outgoing is not None:
+            seconds = min(seconds, _RETRY)
+        poll.poll(seconds * 1000)
 
     def close(self) -> None:
         for guest in self._guests:
