@@ -1,5 +1,6 @@
 """Multicast set-up and teardown: the documented order, retries in lockstep, and errors that say what is missing."""
 
+import contextlib
 import logging
 import os
 
@@ -9,9 +10,10 @@ from helpers.symmetric import Fresh, make, world
 
 from lamport_numba import driver, emulator
 from lamport_numba.emulator import CONFIG, faults
-from lamport_numba.errors import MulticastUnavailable, SetupError
+from lamport_numba.errors import DriverError, MulticastUnavailable, SetupError
 from lamport_numba.symmetric import Communicator, choose_transport, multicast
 from lamport_numba.symmetric.communicator import Communicator as Rendezvous
+from lamport_numba.symmetric.ledger import Ledger, Turn
 
 SWITCHES = [
     ("LAMPORT_NUMBA_DISABLE_MULTICAST", "1"),
@@ -108,6 +110,47 @@ def test_teardown_goes_in_the_documented_order():
             "cuMemRelease",
         ]
         assert mine[-1] == "<- close"  # the vote: nobody has left before all are done
+
+
+# What these rules are for: without them, the emulated driver answers as hardware would, but for the endless wait
+
+
+def test_without_the_vote_before_the_bind_a_peer_is_stranded(monkeypatch, capfd):
+    monkeypatch.setattr(CONFIG, "multicast_wait", 0.3)
+    real = multicast._lockstep
+
+    def hasty(communicator, stage, action):
+        if stage != "add device":
+            real(communicator, stage, action)
+            return
+        with contextlib.suppress(DriverError):
+            action()  # and on, whatever the others say
+
+    monkeypatch.setattr(multicast, "_lockstep", hasty)
+    with Fresh(), emulator.injected("cuMulticastAddDevice", code=1, rank=1):
+        error = the_one(world(3, fails))
+    assert (error.call, error.code) == ("cuMulticastBindMem", 909)
+    assert "deadlock: 2 of 3 devices added" in capfd.readouterr().err
+
+
+def test_without_the_order_of_teardown_the_unbind_fails(monkeypatch):
+    real = Ledger.owe
+
+    def owe(self, turn, call, *args):
+        return real(self, Turn.RELEASE + 1 if call == "cuMulticastUnbind" else turn, call, *args)
+
+    monkeypatch.setattr(Ledger, "owe", owe)
+
+    def program(c):
+        memory = make(c, multicast=True)
+        with pytest.raises(SetupError, match="cuMulticastUnbind failed"):
+            memory.close()
+        c.barrier("closed")
+        emulator.clear()  # a later call would answer for it
+        memory.abandon()
+
+    assert world(2, program) == [None, None]
+    assert emulator.leaks() == []
 
 
 # Retries

@@ -381,7 +381,9 @@ def _verdict(
             return SetupError(f"rank {rank} gave up: {answers[rank]['reason']}", rank=rank, step=stage)
     said = {**answers, me: mine}
     earliest = min(report["number"] for report in said.values())
-    missed = Counter(rank for report in said.values() if report["number"] == earliest for rank in report["missing"])
+    # in the duplication every rank misses all others, so there the late one learns from the others alone
+    told = answers if answers and mine["number"] == 0 else said
+    missed = Counter(rank for report in told.values() if report["number"] == earliest for rank in report["missing"])
     silent = tuple(sorted(set(missed) - set(said)))
     if silent:
         return RendezvousTimeout(stage, silent, seconds)

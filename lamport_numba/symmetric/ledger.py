@@ -54,11 +54,11 @@ class Ledger:
         self._debts.sort()
         return lambda: self._pay(debt)
 
-    def settle(self, until: Turn = Turn.RELEASE) -> None:
-        """Pay, in order, what is due up to ``until``; raises at the first failure, and can be called again."""
+    def settle(self) -> None:
+        """Pay everything, in order; raises at the first failure, and can be called again."""
         if self._debts:
             with self._drv.current(self._device):
-                while self._debts and self._debts[0][0] <= until:
+                while self._debts:
                     self._pay(self._debts[0])
 
     def abandon(self) -> None:
