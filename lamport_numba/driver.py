@@ -149,6 +149,15 @@ class Driver:
         """``with drv.current(device):`` has the primary context current inside and the former one after."""
         return _Current(self, device)
 
+    def device_of(self, context: Any) -> int:
+        """The ordinal of the device that a context belongs to."""
+        former = self.call("cuCtxGetCurrent")
+        self.call("cuCtxSetCurrent", context)
+        try:
+            return int(self.call("cuCtxGetDevice"))
+        finally:
+            self.call("cuCtxSetCurrent", former)
+
     def enter(self, device: int) -> Any:
         """Make the primary context of ``device`` current; return what ``leave`` takes: None if it was current already.
 

@@ -240,16 +240,19 @@ def byte_span(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize:
 
 
 def _check_device(found: Buffer, drv: Driver, device: int, name: str) -> None:
-    attribute = structs.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    # By the context that owns it: cuda-bindings 13.3 answers 0 for every DEVICE_ORDINAL. Pools and mappings have none.
+    attribute = structs.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT
     try:
-        owner = int(drv.call("cuPointerGetAttribute", attribute, found.address))
+        context = drv.call("cuPointerGetAttribute", attribute, found.address)
     except DriverError as error:
         raise ValueError(
             f"{name} at address {found.address:#x} is not memory that the driver knows ({error.code_name}); "
             "was it freed, or made on another kind of device?"
         ) from error
-    if owner != device:
-        raise ValueError(f"{name} is on device {owner}; expected device {device}")
+    if int(context) and int(context) != int(drv.primary(device)):
+        owner = drv.device_of(context)
+        if owner != device:
+            raise ValueError(f"{name} is on device {owner}; expected device {device}")
 
 
 def _integers(value: Any, what: str, name: str) -> tuple[int, ...]:

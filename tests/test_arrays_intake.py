@@ -299,13 +299,22 @@ def test_sentinel_safe(dtype):
 
 
 def on_device(ordinal):
-    return scripted(cuPointerGetAttribute=(SUCCESS, ordinal))[0]
+    return scripted(
+        cuDevicePrimaryCtxRetain=lambda device: (SUCCESS, 100 + device),
+        cuPointerGetAttribute=(SUCCESS, 100 + ordinal),
+        cuCtxGetDevice=(SUCCESS, ordinal),
+    )[0]
 
 
 def test_device_is_checked():
     assert as_buffer(interface(), on_device(1), 1).nbytes == 24
     with pytest.raises(ValueError, match="x is on device 0; expected device 1"):
         as_buffer(interface(), on_device(0), 1, name="x")
+
+
+def test_memory_of_no_context_is_taken():
+    drv, _ = scripted(cuPointerGetAttribute=(SUCCESS, 0))  # a pool's, or a mapping
+    assert as_buffer(interface(), drv, 1).nbytes == 24
 
 
 def test_unknown_memory():
