@@ -24,7 +24,7 @@ from .baton import Baton
 from .config import CONFIG, configure
 from .core import result
 from .grid import Status
-from .machine import MACHINE, Context, Device
+from .machine import MACHINE, Context, Device, sequence
 
 if TYPE_CHECKING:
     from .launch import Launch
@@ -214,6 +214,40 @@ class Engine:
                 bed.release()
             except (ValueError, RuntimeError):
                 pass  # it woke by itself
+
+    # New work
+
+    def at_once(self, stream: Stream, launch: Launch) -> bool:
+        """Start a kernel from the launch itself, on a device that has no other work; False if that cannot be.
+
+        A small kernel then ends there, and a gather has published before the host goes on.
+        """
+        if MACHINE.fabric.is_adversarial or self.turn.mine or not self.turn.take(False):
+            return False
+        try:
+            launch.stream = stream
+            launch.number = next(sequence)
+            launch.start()
+            stream.last = launch
+            status = launch.grid.run(launch.limit, CONFIG.quantum)
+            if status == _FINISHED:
+                launch.done = True
+                stream.running.pop()
+                stream.device.grids.pop()
+                launch.end()
+            else:
+                self.busy(stream)
+                if status == _FAULTED:
+                    self._fault(launch)
+        finally:
+            self.turn.give()
+        return True
+
+    def busy(self, stream: Stream) -> None:
+        """The stream has work from now on."""
+        stream.device.busy[stream] = None
+        MACHINE.working[stream.device] = None
+        self.kick()
 
     # The background
 

@@ -29,7 +29,7 @@ __all__ = ["Launch", "Plan"]
 
 _CONFIG: Final = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig
 _ATTRIBUTE: Final = 72  # bytes of a CUlaunchAttribute: id, padding, 64 bytes of value
-_CLOSE: Final = 4096  # bytes
+_CLOSE: Final = 4096  # bytes: between two pieces nearer than a page there is no page without one
 _string_at = ctypes.string_at
 
 _names = cuda.CUlaunchAttributeID
@@ -194,23 +194,26 @@ def _params_of(function: Function, given: Any) -> bytes:
 
 
 def _source(runs: list[tuple[int, int, int]], total: int) -> Callable[[], bytes]:
-    """A function that copies the pieces; in one read if they lie close together."""
+    """A function that copies the pieces, with few reads if they lie close together."""
     if len(runs) == 1:
         return partial(_string_at, runs[0][0], total)
-    low = min(pointer for pointer, _, _ in runs)
-    span = max(pointer + size for pointer, size, _ in runs) - low
-    if span <= _CLOSE:  # the pages between are those of the pieces themselves
-        pieces = itemgetter(*_slices([(pointer - low, size, offset) for pointer, size, offset in runs], span))
-        padding = bytes(16)
+    reads: list[list[int]] = []  # address and bytes of what is read at once
+    places: dict[int, int] = {}  # where each piece lies in all that was read, by its address
+    at = 0
+    for pointer, size in sorted((pointer, size) for pointer, size, _ in runs):
+        if not reads or pointer - sum(reads[-1]) >= _CLOSE:
+            at += reads[-1][1] if reads else 0
+            reads.append([pointer, size])
+        start = reads[-1][0]
+        reads[-1][1] = max(reads[-1][1], pointer + size - start)
+        places[pointer] = at + pointer - start
+    zeros = at + reads[-1][1]
+    pieces = itemgetter(*_slices([(places[pointer], size, offset) for pointer, size, offset in runs], zeros))
+    padding = bytes(16)
+    if len(reads) == 1:
+        ((low, span),) = reads
         return lambda: b"".join(pieces(_string_at(low, span) + padding))
-
-    def gather() -> bytes:
-        block = bytearray(total)
-        for pointer, size, offset in runs:
-            block[offset : offset + size] = _string_at(pointer, size)
-        return bytes(block)
-
-    return gather
+    return lambda: b"".join(pieces(b"".join([*(_string_at(low, span) for low, span in reads), padding])))
 
 
 def _slices(pieces: list[tuple[int, int, int]], zeros: int) -> list[slice]:
@@ -272,7 +275,9 @@ def _launch(function: Function, plan: Plan, stream: Stream, params: bytes) -> No
     if stream.capture is None:
         if stream.legacy:
             graphs.forbid_legacy(stream.context)
-        enqueue(stream, Launch(function, plan, params, plan.programmatic))
+        launch = Launch(function, plan, params, plan.programmatic)
+        if stream.device.busy or not ENGINE.at_once(stream, launch):
+            enqueue(stream, launch)
         if ENGINE.baton is not None:
             ENGINE.hesitate()
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import os
 import threading
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MACHINE", "Context", "Device", "Machine", "current", "device_of"]
 
+sequence = itertools.count(1)  # numbers operations in the order they were queued
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 
 
@@ -454,8 +456,10 @@ def cuCtxSynchronize() -> None:
     from .engine import ENGINE
 
     context = current()
-    graphs.forbid_wait(context)
-    ENGINE.wait(lambda: context.error is not None or context.idle)
+    if graphs.CAPTURES:
+        graphs.forbid_wait(context)
+    if context.device.busy:
+        ENGINE.wait(lambda: context.error is not None or context.idle)
     if context.error is not None:
         refuse(context.error)
 

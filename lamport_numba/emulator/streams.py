@@ -7,7 +7,6 @@ time: everything else is done the moment it starts.
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cuda.bindings import driver as cuda
 
 from .core import address_of, api, handle, refuse, result
-from .machine import MACHINE, Context, current
+from .machine import MACHINE, Context, current, sequence
 
 if TYPE_CHECKING:
     from .graphs import Capture
@@ -24,8 +23,6 @@ __all__ = ["Event", "Marker", "Operation", "Stream", "Work", "enqueue", "stream_
 
 NON_BLOCKING: Final = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 LEGACY, PER_THREAD = 1, 2  # handles that stand for a default stream
-
-_sequence = itertools.count(1)
 
 
 class Operation:
@@ -90,7 +87,6 @@ class Stream:
         self.queue: deque[Operation] = deque()
         self.running: list[Any] = []  # kernels that have started and not ended
         self.last: Operation | None = None  # what started last
-        self.tail: Operation | None = None  # what was queued last
         self.capture: Capture | None = None
 
     @property
@@ -110,14 +106,10 @@ def enqueue(stream: Stream, operation: Operation) -> None:
     from .engine import ENGINE
 
     operation.stream = stream
-    operation.number = next(_sequence)
-    stream.tail = operation
+    operation.number = next(sequence)
     stream.queue.append(operation)
-    busy = stream.device.busy
-    if stream not in busy:
-        busy[stream] = None
-        MACHINE.working[stream.device] = None
-        ENGINE.kick()
+    if stream not in stream.device.busy:
+        ENGINE.busy(stream)
 
 
 def stream_of(number: Any) -> Stream:
