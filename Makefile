@@ -41,6 +41,23 @@ test-setup: $(READY) ## the whole matrices of set-up and teardown (faults, death
 test-gpu: $(READY) ## the same cases on real GPUs, 2 to 4 ranks, under MPS where they must share one (RANKS, JSON)
 	$(PY) tests/gpu/run.py --ranks $(or $(RANKS),2,3,4) $(if $(JSON),--json $(JSON))
 
+bench-gpu: $(READY) ## ranks sharing one GPU under MPS: bench and stress, results in OUT
+	$(PY) benchmarks/gpu_session.py $(or $(OUT),bench-gpu)
+
+bench-two-gpus: $(READY) ## one rank a GPU: comparison with NCCL and NVSHMEM, stress, negative controls; results in OUT
+	$(PY) benchmarks/gpu_session.py $(or $(OUT),bench-two-gpus) --plan two-gpus
+
+bench-call-path: $(READY) ## host time of a call from Python
+	$(PY) -m lamport_numba bench --sizes 16 --mode eager
+
+bench-emulator: $(READY) ## gathers a second of the emulated device, N=4 ranks
+	$(MPIRUN) -n $(N) $(PY) benchmarks/emulator_speed.py --json docs/data/emulator-immediate.json
+	$(MPIRUN) -n $(N) $(PY) benchmarks/emulator_speed.py --fabric adversarial --json docs/data/emulator-adversarial.json
+	$(PY) benchmarks/tables.py
+
+bench-tables: $(READY) ## the tables of docs/performance.md, from docs/data and the session in OUT (as PREFIX)
+	$(PY) benchmarks/tables.py $(if $(OUT),--take $(OUT)/session.json $(PREFIX))
+
 lint: $(READY) ## ruff, and mypy --strict on the package
 	$(PY) -m ruff check .
 	$(PY) -m mypy
@@ -53,3 +70,4 @@ clean: ## remove the virtual environment and what tools left behind
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help demo test test-setup test-gpu lint verify clean
+.PHONY: bench-gpu bench-two-gpus bench-call-path bench-emulator bench-tables

@@ -59,10 +59,11 @@ def gathers_a_second(comm: Any, nbytes: int, transport: str, seconds: float, bat
     from lamport_numba.collectives import LamportAllGather
 
     rank, world = comm.Get_rank(), comm.Get_size()
-    with LamportAllGather(comm, nbytes, transport=transport, timeout=120.0) as gather:
-        drv = driver.select().for_rank(rank)
-        with drv.current(gather.device):
-            rig = Rig(drv, gather.device)
+    drv = driver.select().for_rank(rank)
+    device = drv.default_device()
+    with drv.current(device):
+        rig = Rig(drv, device)
+        with LamportAllGather(comm, nbytes, transport=transport, timeout=120.0, device=device) as gather:
             source, target = rig.array(nbytes), rig.array(nbytes * world)
             rig.write(address_of(source), payload.words(1, rank, nbytes))
             call = gather.prepare(source, target, rig.stream)
@@ -80,7 +81,7 @@ def gathers_a_second(comm: Any, nbytes: int, transport: str, seconds: float, bat
             wrong += _wrong(rig, address_of(target), world, nbytes)
             if wrong:
                 raise RuntimeError(f"rank {rank}: {wrong} wrong words at {nbytes} bytes")
-            rig.close()
+        rig.close()
     return best
 
 

@@ -10,37 +10,34 @@ run: 1 where the mistake shows.
 
 from __future__ import annotations
 
+import re
 import sys
 
 from lamport_numba import cli, ptx
 
 FILE = "lamport_peer.ptx"
 
-# name -> changes (text, what stands in its place), each text exactly once in the file
-MISTAKES: dict[str, list[tuple[str, str]]] = {
-    "one-generation": [("setp.eq.u32 %done, %next, 3;", "setp.eq.u32 %done, %next, 1;")],
+# name -> changes (pattern, what stands in its place, how often it must be there)
+MISTAKES: dict[str, list[tuple[str, str, int]]] = {
+    "one-generation": [(r"(setp\.eq\.u32 %done, %next, )3;", r"\g<1>1;", 1)],
     "generation-before-wait": [
         (
-            "    griddepcontrol.wait;\n",
-            "    @%active ld.global.u32 %generation, [%generation_at];\n    griddepcontrol.wait;\n",
-        ),
-        ("    ld.global.u32 %generation, [%generation_at];\n    @%header bra", "    @%header bra"),
+            r"    griddepcontrol\.wait;\n(    @!%active bra PUBLISHED;\s*)ld\.global\.u32 (%generation, \[\S+\];)",
+            r"    @%active ld.global.u32 \g<2>\n    griddepcontrol.wait;\n\g<1>",
+            1,
+        )
     ],
-    "word-0-only": [
-        ("    setp.eq.or.b32 %late, %w1, %sentinel, %late;\n", ""),
-        ("    setp.eq.or.b32 %late, %w2, %sentinel, %late;\n", ""),
-        ("    setp.eq.or.b32 %late, %w3, %sentinel, %late;\n", ""),
-    ],
+    "word-0-only": [(r"    setp\.eq\.or\.b32 %late, %w[123], \S+ %late;\n", "", 3)],
     "foreign": [],
 }
 
 
 def with_mistake(text: str, name: str) -> str:
     """The kernel's text with the mistake; ValueError if the text is not what the mistake was made for."""
-    for old, new in MISTAKES[name]:
-        if text.count(old) != 1:
-            raise ValueError(f"{name}: {old!r} is {text.count(old)} times in {FILE}; expected once")
-        text = text.replace(old, new)
+    for pattern, new, often in MISTAKES[name]:
+        text, found = re.subn(pattern, new, text)
+        if found != often:
+            raise ValueError(f"{name}: {pattern!r} is {found} times in {FILE}; expected {often}")
     return text
 
 

@@ -80,9 +80,9 @@ def test_the_header_says_what_is_missing_and_what_the_floor_is():
 
 def test_a_page_is_made_anew_from_the_data(tmp_path):
     (tmp_path / "one.json").write_text(json.dumps(RESULT))
-    page = "before\n<!-- table one.json graph -->\nold\n<!-- end -->\nafter\n"
+    page = "before\n<!-- table graph one.json -->\nold\n<!-- end -->\nafter\n"
     fresh = report.renew(page, tmp_path)
-    assert fresh.startswith("before\n<!-- table one.json graph -->\n")
+    assert fresh.startswith("before\n<!-- table graph one.json -->\n")
     assert fresh.endswith("<!-- end -->\nafter\n")
     assert "| 16 | 1.40 | 1.50 | 0.02 | 1.12 | 1.25 | 4.20 | 3.00 |" in fresh
     assert "`mpirun -n 2 python -m lamport_numba bench --sizes 16,1K`" in fresh
@@ -90,8 +90,44 @@ def test_a_page_is_made_anew_from_the_data(tmp_path):
     assert report.renew(fresh, tmp_path) == fresh
 
 
+STRESS = {
+    "world": 4,
+    "transport": "peer",
+    "device": "Some GPU",
+    "date": "2026-01-02",
+    "command": "python -m lamport_numba stress --calls 2M --graph",
+    "seconds": 20.0,
+    "bad_words": [0, 3, 0, 0],
+    "errors": [None, None, None, None],
+    "checked": [2_000_000] * 4,
+    "plan": {"spans": [{"low": 16, "high": 262144}], "graph": True, "chunk": 100},
+}
+EMULATOR = {
+    "world": 4,
+    "fabric": "immediate",
+    "transport": "peer",
+    "date": "2026-01-02",
+    "command": "python benchmarks/emulator_speed.py",
+    "cores": 2,
+    "python": "3.11.7",
+    "rows": [{"bytes": 64, "gathers_a_second": 12345}],
+}
+
+
+def test_stress_runs_and_emulator_speeds_are_tables_too(tmp_path):
+    (tmp_path / "s1.json").write_text(json.dumps(STRESS))
+    (tmp_path / "s2.json").write_text(json.dumps({**STRESS, "errors": ["PeerTimeout", None, None, None]}))
+    (tmp_path / "e.json").write_text(json.dumps(EMULATOR))
+    blocks = ["stress s*.json", "emulator e.json", "graph no.json"]
+    fresh = report.renew("".join(f"<!-- table {block} -->\n<!-- end -->\n" for block in blocks), tmp_path)
+    assert "| 4 | 2,000,000 | 16 to 256K | peer, graphs of 100 | 3 | 100,000 | Some GPU | 2026-01-02 |" in fresh
+    assert "| 3 **and an error** |" in fresh
+    assert "| 64 | 12,345 |" in fresh
+    assert fresh.count("Not measured yet.") == 1
+
+
 def test_arguments_without_the_files_that_are_written(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["x", "bench", "--json", "a.json", "--sizes", "16", "--plot=b.pdf"])
+    monkeypatch.setattr("sys.argv", ["/a/__main__.py", "bench", "--json", "a.json", "--sizes", "16", "--plot=b.pdf"])
     assert report.circumstances()["command"] == "python -m lamport_numba bench --sizes 16"
 
 

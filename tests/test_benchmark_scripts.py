@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import mpirun
 
 from lamport_numba import ptx
 from lamport_numba.emulator.ptx import load
@@ -35,7 +36,7 @@ def test_a_mistake_is_one_in_the_shipped_kernel_and_still_a_kernel(name):
 
 
 def test_a_mistake_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="expected once"):
+    with pytest.raises(ValueError, match="expected 1"):
         controls.with_mistake("nothing", "one-generation")
 
 
@@ -82,3 +83,21 @@ def test_a_session_forbids_multicast_in_every_step(tmp_path):
     step = session.Step("look", 0, (sys.executable, "-c", code), 30)
     assert session.Session(tmp_path, 100, {"NCCL_NVLS_ENABLE": "1"}).run([step]) == 0
     assert json.loads((tmp_path / "session.json").read_text())["look"]["said"] == "['0', '1']\n"
+
+
+def test_results_of_a_session_become_files_of_their_own(tmp_path, monkeypatch):
+    tables = script("tables")
+    monkeypatch.setattr(tables, "DATA", tmp_path)
+    file = tmp_path / "session.json"
+    file.write_text(json.dumps({"bench-graph-2": {"status": 0, "result": {"bench": 1}}, "test-gpu": {"status": 0}}))
+    assert tables.take(file, "mps") == [tmp_path / "mps-bench-graph-2.json"]
+    assert json.loads((tmp_path / "mps-bench-graph-2.json").read_text()) == {"bench": 1}
+
+
+def test_the_emulator_is_timed_and_its_outputs_are_checked(tmp_path):
+    file = tmp_path / "speed.json"
+    words = ["benchmarks/emulator_speed.py", "--sizes", "64", "--seconds", "0.1", "--json", str(file)]
+    mpirun.command(words, 2, timeout=60)
+    found = json.loads(file.read_text())
+    assert found["command"].startswith("python benchmarks/emulator_speed.py")
+    assert found["rows"][0]["gathers_a_second"] > 0

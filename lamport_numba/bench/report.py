@@ -14,7 +14,7 @@ from typing import Any
 from .._version import __version__
 from . import sizes
 
-__all__ = ["circumstances", "header", "markdown", "renew", "table"]
+__all__ = ["circumstances", "emulator_table", "header", "markdown", "renew", "stress_table", "table"]
 
 _PACKAGES = (
     "cuda-bindings",
@@ -40,10 +40,12 @@ def circumstances() -> dict[str, Any]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    program = Path(sys.argv[0]).name
+    ours = "-m lamport_numba" if program == "__main__.py" else f"benchmarks/{program}"
     return {
         "version": __version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": "python -m lamport_numba " + " ".join(_arguments(sys.argv[1:])),
+        "command": " ".join(["python", ours, *_arguments(sys.argv[1:])]),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "packages": found,
@@ -162,14 +164,68 @@ def _lines(result: dict[str, Any], mode: str) -> list[dict[str, str]]:
     return found
 
 
-_BLOCK = re.compile(r"(<!-- table (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+def stress_table(results: list[dict[str, Any]]) -> str:
+    """Stress runs as a table of the documentation, one a row."""
+    names = ["ranks", "calls", "sizes", "how", "wrong words", "calls a second", "device", "date", "command"]
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for result in results:
+        plan = result["plan"]
+        low, high = min(span["low"] for span in plan["spans"]), max(span["high"] for span in plan["spans"])
+        checked = min(result["checked"])
+        wrong = f"{sum(result['bad_words']):,}" + (" **and an error**" if any(result["errors"]) else "")
+        cells = [
+            str(result["world"]),
+            f"{checked:,}",
+            f"{sizes.text(low)} to {sizes.text(high)}",
+            f"{result['transport']}, " + (f"graphs of {plan['chunk']}" if plan["graph"] else "eager"),
+            wrong,
+            f"{checked / result['seconds']:,.0f}",
+            result["device"],
+            result["date"],
+            f"`mpirun -n {result['world']} {result['command']}`",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def emulator_table(results: list[dict[str, Any]]) -> str:
+    """Gathers a second of the emulated device, a column for each result, as a table of the documentation."""
+    found = sorted({row["bytes"] for result in results for row in result["rows"]})
+    titles = [f"{result['fabric']}, {result['transport']}" for result in results]
+    lines = ["| bytes a rank | " + " | ".join(titles) + " |", "|" + "---:|" * (1 + len(titles))]
+    for nbytes in found:
+        rates = [{row["bytes"]: row["gathers_a_second"] for row in result["rows"]}.get(nbytes) for result in results]
+        cells = [sizes.text(nbytes), *("-" if rate is None else f"{rate:,}" for rate in rates)]
+        lines.append("| " + " | ".join(cells) + " |")
+    first = results[0]
+    lines += [
+        "",
+        f"{first['world']} ranks on {first['cores']} cores, Python {first['python']}, {first['date']}; commands:",
+    ]
+    lines += [f"`mpirun -n {result['world']} {result['command']}`" for result in results]
+    return "\n".join(lines)
+
+
+_BLOCK = re.compile(r"(<!-- table (\w+) ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def renew(page: str, data: Path) -> str:
-    """``page`` with what is in ``<!-- table FILE MODE -->`` ... ``<!-- end -->`` made anew from FILE of ``data``."""
+    """``page`` with its tables made anew from the JSON files in the folder ``data``.
+
+    ``<!-- table KIND FILES -->`` ... ``<!-- end -->`` takes what is between: KIND is a mode of bench, "stress" or
+    "emulator"; FILES are names or patterns. Where no file is there, it says so.
+    """
 
     def fresh(found: re.Match[str]) -> str:
-        result = json.loads((data / found[2]).read_text())
-        return f"{found[1]}\n{markdown(result, found[3])}\n\n{found[4]}"
+        kind = found[2]
+        files = [file for pattern in found[3].split() for file in sorted(data.glob(pattern))]
+        results = [json.loads(file.read_text()) for file in files]
+        if not results:
+            text = "Not measured yet."
+        elif kind in _HOW:
+            text = "\n\n".join(markdown(result, kind) for result in results)
+        else:
+            text = {"stress": stress_table, "emulator": emulator_table}[kind](results)
+        return f"{found[1]}\n{text}\n\n{found[4]}"
 
     return _BLOCK.sub(fresh, page)
