@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from lamport_numba import run_ranks
+from lamport_numba import driver, run_ranks
 from lamport_numba.errors import ClosedError, DriverError, MulticastUnavailable, RendezvousTimeout, SetupError
+from lamport_numba.symmetric import communicator as module
 from lamport_numba.symmetric.communicator import Communicator, _Exchange
 
 
@@ -110,8 +111,6 @@ def test_a_messenger_is_not_blamed():
     def program(c):
         if c.rank == 2:
             # leaves a for rank 0 only: what a death between two sends looks like
-            from lamport_numba.symmetric import communicator as module
-
             frame = next(iter(module._frames(c._stage, module.zlib.crc32(b"a"), b"")))
             c._comm.Isend(frame, dest=0, tag=module._TAG)
             return
@@ -186,6 +185,12 @@ def test_ranks_at_different_stages_are_told():
     errors = everywhere(2, lambda c: c.barrier("left" if c.rank else "right", timeout=5))
     assert all(isinstance(error, SetupError) for error in errors)
     assert any("is at another stage" in str(error) for error in errors)
+
+
+def test_the_ranks_of_a_host_are_counted(monkeypatch):
+    hosts = ["alpha", "beta", "alpha", "alpha"]
+    monkeypatch.setattr(module, "boot_id", lambda: hosts[driver._thread.rank])
+    assert everywhere(4, lambda c: c.split_host()) == [(0, 3), (0, 1), (1, 3), (2, 3)]
 
 
 def test_a_fork_is_refused():

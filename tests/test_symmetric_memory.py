@@ -12,7 +12,7 @@ from helpers.symmetric import Fresh, descriptors, make, mappings, world
 from lamport_numba import driver, emulator
 from lamport_numba.emulator import CONFIG
 from lamport_numba.errors import ClosedError, MulticastUnavailable, RendezvousTimeout, SetupError
-from lamport_numba.symmetric import Communicator, SymmetricMemory
+from lamport_numba.symmetric import Communicator, SymmetricMemory, handles
 from lamport_numba.symmetric import survey as survey_module
 
 
@@ -290,6 +290,54 @@ def test_exit_without_close_says_nothing_on_stderr():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
+
+
+def fork(comm):
+    communicator = Communicator(comm, timeout=20)
+    memory = make(communicator, multicast=True)
+    child = os.fork()
+    if child == 0:
+        told = []
+        for use in (memory.close, lambda: memory.local, lambda: communicator.barrier("x"), memory.abandon):
+            try:
+                use()
+            except ClosedError as error:
+                told.append("fork" in str(error))
+        os._exit(7 if told == [True] * 3 else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    write(memory, pattern(communicator.rank, 100))  # the child's abandon has touched nothing of ours
+    communicator.barrier("written")
+    assert [read(memory, rank, 100) for rank in range(2)] == [pattern(rank, 100) for rank in range(2)]
+    memory.close()
+    communicator.free()
+    return status
+
+
+def test_the_child_of_a_fork_is_refused_and_harms_nobody():
+    assert mpirun.run(fork, 2, multicast=True) == [7, 7]
+
+
+def test_ctrl_c_on_one_rank_releases_the_others(monkeypatch):
+    real = handles.Parcel.__init__
+
+    def interrupted(self, *args):
+        if driver._thread.rank == 1:
+            raise KeyboardInterrupt
+        real(self, *args)
+
+    monkeypatch.setattr(handles.Parcel, "__init__", interrupted)
+
+    def program(c):
+        try:
+            make(c)
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    with Fresh() as run:
+        results = world(3, program)
+    assert run.seconds < 5
+    assert results[1] == "interrupted"
+    assert [str(results[rank]) for rank in (0, 2)] == ["rank 1 gave up: KeyboardInterrupt"] * 2
 
 
 def test_a_fork_is_refused():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import struct
 import time
 import zlib
@@ -150,6 +151,14 @@ class Communicator:
         while (left := end - self._clock()) > 0:
             self._pause(left)
 
+    def split_host(self) -> tuple[int, int]:
+        """This rank's number among the ranks of its host, and how many those are. Collective.
+
+        By the host's boot id: ``Split_type`` would block without a deadline.
+        """
+        hosts = self.agree("host", boot_id())
+        return hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
+
     def give_up(self, reason: str) -> None:
         """Tell the others, without waiting, that this rank leaves; they raise SetupError at their next stage."""
         if self._over is None and not self._freed and os.getpid() == self._pid:
@@ -280,6 +289,15 @@ class Communicator:
                 answer: dict[str, Any] = json.loads(buffer.rstrip(b"\0"))
                 return answer
         return None
+
+
+def boot_id() -> str:
+    """The same for all processes of a host until it restarts, containers included."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 class _Exchange:

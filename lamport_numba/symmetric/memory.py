@@ -86,7 +86,7 @@ class SymmetricMemory:
             self._undo(meet=not isinstance(error, RendezvousTimeout))
             raise
         except BaseException as error:  # Ctrl-C, or a mistake of ours: the others must not wait for this rank
-            communicator.give_up(f"{type(error).__name__}: {error}")
+            communicator.give_up(f"{type(error).__name__}: {error}".rstrip(": "))
             self._undo(meet=False)
             raise
         finally:

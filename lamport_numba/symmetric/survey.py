@@ -11,7 +11,7 @@ from typing import Any
 from .. import driver as seam
 from .._version import __version__
 from ..errors import SetupError
-from .communicator import Communicator
+from .communicator import Communicator, boot_id
 from .multicast import multicast_disabled
 
 __all__ = ["Facts", "Survey", "survey"]
@@ -50,10 +50,6 @@ class Survey:
     @property
     def mine(self) -> Facts:
         return self.ranks[self.rank]
-
-    def local_ranks(self) -> list[int]:
-        """The ranks on this rank's host."""
-        return [rank for rank, facts in enumerate(self.ranks) if facts.boot == self.mine.boot]
 
     def several(self, field: str) -> bool:
         """Whether the ranks differ in a field."""
@@ -123,15 +119,6 @@ def _facts(drv: seam.Driver, device: int, wish: dict[str, Any]) -> Facts:
         fabric=bool(drv.attribute(device, "HANDLE_TYPE_FABRIC_SUPPORTED")),
         wish=wish,
     )
-
-
-def boot_id() -> str:
-    """The same for all processes of a host until it restarts, containers included."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def namespace(kind: str) -> int:
