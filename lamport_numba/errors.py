@@ -103,8 +103,8 @@ class SetupError(LamportError):
 class MulticastUnavailable(SetupError):
     """The multicast transport cannot be had.
 
-    ``reason`` is one of "disabled", "attribute", "mig", "nvswitch", "fabric-manager", "slots", "world", "hosts",
-    "driver", "other".
+    ``reason`` is one of "disabled", "attribute", "mig", "world", "nvswitch", "permission", "fabric-manager", "slots",
+    "memory" and "driver"; docs/symmetric_memory.md says what each means.
     """
 
     def __init__(

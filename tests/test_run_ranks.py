@@ -230,6 +230,19 @@ def test_only_one_thread_runs_under_a_baton():
     _run(3, program, _Session(Baton(1, 3)), 30)
 
 
+def test_an_error_under_a_baton_releases_the_others():
+    def program(comm):
+        comm.pause(0.01 * comm.rank)
+        if comm.rank == 1:
+            raise KeyError("gone")
+        comm.Barrier()
+
+    with pytest.raises(KeyError, match="gone") as caught:
+        _run(3, program, _Session(Baton(5, 3)), 30)
+    assert caught.value.raised_on_rank == 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
+
+
 def test_virtual_time_jumps_to_the_next_deadline():
     def program(comm):
         comm.pause(1000.0 * (comm.rank + 1))
