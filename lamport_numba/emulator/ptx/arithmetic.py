@@ -368,7 +368,7 @@ def _function(t: Translator, item: Instruction, mods: Mods) -> None:
         if value.type == "half":
             result = c.op("half", f"fptrunc {result} to half")
         out = to_bits(t, result, single, ftz=ftz)
-        if single == "f64" and approx:
+        if single == "f64" and approx and ftz:
             out = out & ~0xFFFFFFFF  # the hardware's start value for a Newton iteration has 20 bits
         return out
 

@@ -329,7 +329,9 @@ class _Parser:
         if token.text == "generic" and self.take("("):
             inner = self.constant()
             self.expect(")")
-            return inner
+            if not isinstance(inner, Symbol):
+                raise self.fail("generic() takes a variable", token.line)
+            return Symbol(inner.name, inner.offset + self.offset())
         offset = self.offset()
         return Symbol(token.text, offset)
 
