@@ -156,6 +156,13 @@ def test_ranks_that_ask_for_different_sizes():
     assert "different values of bytes: 200 (rank 0), 100 (ranks 1, 2)" in str(errors[0])
 
 
+def test_ranks_of_which_one_may_share_its_device():
+    with Fresh():
+        errors = world(3, lambda c: make(c, share_device=c.rank == 2))
+    assert len({str(error) for error in errors}) == 1
+    assert "different values of share_device: False (ranks 0, 1), True (rank 2)" in str(errors[0])
+
+
 def test_ranks_of_different_versions(monkeypatch):
     monkeypatch.setattr(survey_module, "__version__", property)
     real = survey_module._facts

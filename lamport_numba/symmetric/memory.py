@@ -76,8 +76,8 @@ class SymmetricMemory:
         self._finalizer = weakref.finalize(self, Ledger.abandon, self._ledger)
         former = communicator.timeout
         communicator.timeout = former if timeout is None else timeout
-        share = bool(settings.get("SHARE_DEVICE")) if share_device is None else share_device
         try:
+            share = bool(settings.get("SHARE_DEVICE")) if share_device is None else share_device
             with ExitStack() as stack:
                 with communicator.step("make the context current"):
                     stack.enter_context(self._drv.current(device))
@@ -141,7 +141,8 @@ class SymmetricMemory:
 
     def _build(self, nbytes: int, team: bool, share: bool, kind: str | None) -> None:
         c = self._communicator
-        found = self.survey = survey(c, self._drv, self._device, bytes=nbytes, multicast=team, handle_kind=kind)
+        wish = {"bytes": nbytes, "multicast": team, "share_device": share, "handle_kind": kind}
+        found = self.survey = survey(c, self._drv, self._device, **wish)
         found.require_equal()
         if not share:
             _refuse_sharing(found)
