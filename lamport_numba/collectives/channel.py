@@ -15,7 +15,7 @@ from ..driver import Driver, structs
 from ..symmetric.communicator import Communicator
 from ..symmetric.memory import SymmetricMemory
 from .launch import Block, Kernel, load, wide
-from .reports import CONTROL_BYTES, MAX_WORLD, Report, control_bytes, error_of, parse
+from .reports import CONTROL_BYTES, Report, control_bytes, error_of, parse
 
 __all__ = ["Channel", "LamportChannel", "Plan"]
 
@@ -208,20 +208,31 @@ class LamportChannel(Channel):
         return self.world * (self.row // _WARP + 1)
 
     def state_bytes(self) -> int:
-        return 4 * (self._generation_words() + self.world + 1)
+        return 8 * self.world + 4 * (self._generation_words() + self.world + 1)
+
+    @property
+    def _peers(self) -> int:
+        """Address of the table of all ranks' symmetric memory, which the device state begins with."""
+        return self.state
+
+    @property
+    def _generations(self) -> int:
+        return self.state + 8 * self.world
 
     def fill(self) -> None:
         mailbox = self.memory.local + CONTROL_BYTES
         self.drv.call("cuMemsetD32Async", mailbox, SENTINEL, self.mailbox_bytes() // 4, self._side)
 
     def load(self) -> None:
-        self._peers = wide([self.memory.address(rank) for rank in range(self.world)], MAX_WORLD)
+        self._table = wide([self.memory.address(rank) for rank in range(self.world)], self.world)
+        table = ctypes.addressof(self._table), 8 * self.world
+        self.drv.call("cuMemcpyHtoDAsync", self._peers, *table, self._side)
         self.kernel = load(self.drv, self.device, f"lamport_{self.transport}.ptx")
         self._skip = load(self.drv, self.device, "lamport_skip.ptx")
 
     @property
     def _calls_address(self) -> int:
-        return self.state + 4 * self._generation_words()
+        return self._generations + 4 * self._generation_words()
 
     def block(self, source: int, target: int, packs: int, code: int, stream: int) -> Block:
         columns = self.world if self.transport == "multicast" else max(self.world - 1, 1)
@@ -236,14 +247,14 @@ class LamportChannel(Channel):
             u32(self.rank),
             u32(self.world),
             u32(self.row),
-            u64(self.state),
+            u64(self._generations),
             u64(self._calls_address),
             u64(int(self.plan.timeout * 1e9)),
             u64(self.plan.host_alarm),
         ]
         if self.transport == "multicast":
             parameters.append(u64(self.memory.multicast or 0))
-        parameters.append(self._peers)
+        parameters.append(u64(self._peers))
         return Block(self.kernel, parameters, grid=grid, threads=block, stream=stream, pdl=self.plan.pdl)
 
     def skip(self, stream: int) -> None:

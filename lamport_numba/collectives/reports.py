@@ -15,7 +15,7 @@ from ..errors import CallMismatch, LamportError, PeerTimeout
 
 __all__ = ["CONTROL_BYTES", "MAX_WORLD", "Report", "control_bytes", "error_of", "parse"]
 
-MAX_WORLD = 72  # a rack of NVL72; the kernels' parameter `peers` has as many entries
+MAX_WORLD = 72  # a rack of NVL72: so many reports lie before the mailbox
 CONTROL_BYTES = 8192  # where the mailbox begins
 _FIRST_REPORT = 64
 _REPORT = struct.Struct("<16I")
