@@ -66,7 +66,7 @@ class AddressTable:
 
     def __init__(self, device: int = 0) -> None:
         self.device = device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may free memory in the middle of a change
         self._bases: list[int] = []
         self._entries: list[Entry] = []
         self._members: dict[int, ctypes.Array[ctypes.c_char]] = {}

@@ -10,6 +10,7 @@ from cuda.bindings import driver as cuda
 from . import graphs
 from .config import CONFIG
 from .core import Refusal, address_of, api, refuse, result
+from .engine import ENGINE
 from .grid import Access
 from .machine import MACHINE, current
 from .memory import MEMORY, Region
@@ -24,7 +25,7 @@ def cuMemAlloc(bytesize: int) -> Any:
     graphs.forbid_unsafe("cuMemAlloc")
     if bytesize <= 0:
         refuse(result.CUDA_ERROR_INVALID_VALUE, f"{bytesize} bytes")
-    with MACHINE.lock:
+    with ENGINE.turn, MACHINE.lock:
         return cuda.CUdeviceptr(MEMORY.allocate(context, bytesize).base)
 
 
@@ -42,7 +43,7 @@ def cuMemAllocAsync(bytesize: int, hStream: Any) -> Any:
         refuse(result.CUDA_ERROR_NOT_SUPPORTED, "memory nodes in graphs are not emulated")
     if bytesize <= 0:
         refuse(result.CUDA_ERROR_INVALID_VALUE, f"{bytesize} bytes")
-    with MACHINE.lock:
+    with ENGINE.turn, MACHINE.lock:
         return cuda.CUdeviceptr(MEMORY.allocate(stream.context, bytesize).base)
 
 
@@ -100,7 +101,7 @@ def _host(size: int, flags: int) -> int:
     graphs.forbid_unsafe("cuMemHostAlloc")
     if size <= 0 or int(flags) & ~7:
         refuse(result.CUDA_ERROR_INVALID_VALUE, f"{size} bytes, flags {flags}")
-    with MACHINE.lock:
+    with ENGINE.turn, MACHINE.lock:
         region = MEMORY.allocate(context, size, host=True)
         ctypes.memset(region.base, 0, region.size)  # a pool of ours may have used it before
         return region.base
@@ -116,7 +117,7 @@ def cuMemHostRegister(p: Any, bytesize: int, Flags: int) -> None:
     context, base = current(), address_of(p)
     if not base or bytesize <= 0:
         refuse(result.CUDA_ERROR_INVALID_VALUE, f"{bytesize} bytes at {base:#x}")
-    with MACHINE.lock:
+    with ENGINE.turn, MACHINE.lock:
         if MEMORY.region(base) is not None or MEMORY.region(base + bytesize - 1) is not None:
             refuse(result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, f"{base:#x}")
         region = Region(base, bytesize, None, host=True)

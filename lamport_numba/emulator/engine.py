@@ -35,7 +35,8 @@ __all__ = ["ENGINE", "Engine", "Session", "session"]
 _SPINS: Final = 100  # stalled rounds that only yield the processor, before sleeps begin
 _NAP: Final = 20e-6
 _LONGEST_NAP: Final = 500e-6
-_TICK: Final = 0.0005  # seconds between two looks of the background thread
+_TICK: Final = 0.0005  # seconds between two looks of the background thread; longer while others see to the work
+_LONGEST_TICK: Final = 0.004
 _LAST_JUMP: Final = 1 << 53  # nanoseconds (104 days) of virtual time without progress are a deadlock
 
 _FINISHED, _FAULTED, _STALLED = int(Status.FINISHED), int(Status.FAULTED), int(Status.STALLED)
@@ -61,6 +62,7 @@ class Turn:
         self._owner = 0
         self._depth = 0
         self.wanted = 0  # threads that block for it: a long drive gives way to them
+        self.news = threading.Event()  # something happened that a napping driver should see
 
     @property
     def mine(self) -> bool:
@@ -77,6 +79,7 @@ class Turn:
             if not blocking:
                 return False
             self.wanted += 1
+            self.news.set()
             try:
                 self._lock.acquire()
             finally:
@@ -189,7 +192,8 @@ class Engine:
         elif stalls <= _SPINS:
             os.sched_yield()
         else:
-            time.sleep(min(_NAP * (stalls - _SPINS), _LONGEST_NAP))
+            self.turn.news.wait(min(_NAP * (stalls - _SPINS), _LONGEST_NAP))
+            self.turn.news.clear()
 
     def _sleep(self, ready: Callable[[], bool]) -> None:
         bed = threading.Lock()
@@ -235,16 +239,17 @@ class Engine:
                 stream.running.pop()
                 stream.device.grids.pop()
                 launch.end()
-            else:
-                self.busy(stream)
-                if status == _FAULTED:
-                    self._fault(launch)
+            elif status == _FAULTED:
+                self._fault(launch)
         finally:
+            if launch in stream.running:  # also if Ctrl-C came in between
+                self.busy(stream)
             self.turn.give()
         return True
 
     def busy(self, stream: Stream) -> None:
         """The stream has work from now on."""
+        self.turn.news.set()
         stream.device.busy[stream] = None
         MACHINE.working[stream.device] = None
         self.kick()
@@ -270,11 +275,16 @@ class Engine:
             self._alarm.clear()
             idle = 0
             seen = -1
-            while idle < 40:
-                time.sleep(_TICK)
+            tick = _TICK
+            while idle < 20:
+                time.sleep(tick)
                 if self.baton is not None or not self._work():
                     idle += 1
-                elif self.rounds == seen and not self._driven and self.turn.take(False):
+                    tick = min(2 * tick, _LONGEST_TICK)
+                elif self.rounds != seen or self._driven:
+                    tick = min(2 * tick, _LONGEST_TICK)
+                elif self.turn.take(False):
+                    tick = _TICK
                     try:
                         self._drive(lambda: self._driven or bool(self.turn.wanted) or not self._work())
                     finally:
@@ -408,9 +418,7 @@ class Engine:
         if context.error is None:
             context.error = code
             faults.set_last_fault(fault if fault is not None else text)
-            rank = faults.current_rank()
-            who = f"rank {rank}, " if rank is not None else ""
-            print(f"emulated device {context.device.index}: {who}{code.name} ({int(code)}): {text}", file=sys.stderr)
+            print(f"emulated device {context.device.index}: {code.name} ({int(code)}): {text}", file=sys.stderr)
         self.drop(context)
 
     def drop(self, context: Context) -> None:

@@ -87,7 +87,7 @@ class Machine:
         self.working: dict[Device, None] = {}  # devices with busy streams
         self.contexts: dict[int, Context] = {}
         self.local = _Local()
-        self.lock = threading.RLock()  # tables of handles; never held while anything waits
+        self.lock = threading.RLock()  # tables of handles; taken after the engine's turn, never before it
         self.initialised = False
         self.fabric = Fabric.immediate()
         self._fabric_of: tuple[str, int] = ("immediate", 0)

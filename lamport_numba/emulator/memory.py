@@ -160,8 +160,8 @@ class Memory:
     def add(self, region: Region, access: dict[int, Access]) -> None:
         """Make a region known, with the rights of each device."""
         with ENGINE.turn:
-            insort(self._bases, region.base)
             self._regions[region.base] = region
+            insort(self._bases, region.base)
             for index, rights in access.items():
                 self.allow(region, index, rights)
 
@@ -222,6 +222,7 @@ class Memory:
                 result.CUDA_ERROR_OUT_OF_MEMORY,
                 f"{size} bytes on device {device.index}, which has {CONFIG.memory - device.used} left",
             )
+        self._settle(context)
         taken = max(mapping.PAGE, 1 << (size - 1).bit_length()) if size < 1 << 20 else -(-size // 4096) * 4096
         free = self._free.get(taken)
         if free:
@@ -260,13 +261,20 @@ class Memory:
             context.regions.discard(region)
             if region.device is not None:
                 region.device.used -= region.size
-            if context.idle and ENGINE.turn.take(False):
+            context.idle_work.append(lambda: self._give_back(region))
+            if not ENGINE.turn.mine and ENGINE.turn.take(False):  # mine: from a finaliser in the middle of something
                 try:
-                    self._give_back(region)
+                    self._settle(context)
                 finally:
                     ENGINE.turn.give()
-            else:
-                context.idle_work.append(lambda: self._give_back(region))
+
+    @staticmethod
+    def _settle(context: Context) -> None:
+        """Do what had to wait until nothing runs, if nothing does; with the turn held."""
+        if context.idle_work and context.idle:
+            work, context.idle_work = context.idle_work, []
+            for free in work:
+                free()
 
     def _give_back(self, region: Region) -> None:
         self.remove(region)
@@ -285,6 +293,7 @@ class Memory:
 
         for region in list(context.regions):
             self.free(region)
+        self._settle(context)
         modules.forget(context)
         for number in [number for number, event in EVENTS.items() if event.context is context]:
             del EVENTS[number]

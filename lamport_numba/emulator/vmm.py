@@ -251,7 +251,7 @@ def cuMemMap(ptr: Any, size: int, offset: int, handle: Any, flags: int) -> None:
 @api()
 def cuMemUnmap(ptr: Any, size: int) -> None:
     base = address_of(ptr)
-    with MACHINE.lock, ENGINE.turn:
+    with ENGINE.turn, MACHINE.lock:
         reservation = MEMORY.reservation(base, size)
         for mapped in _covered(reservation, base, size):
             _unmap(mapped)
@@ -298,7 +298,7 @@ def cuMemSetAccess(ptr: Any, size: int, desc: Any, count: int) -> None:
         wanted.append((device, ACCESS[int(one.flags)]))
     if not wanted or len(wanted) != count:
         refuse(result.CUDA_ERROR_INVALID_VALUE, f"{count} access descriptors; {len(wanted)} given")
-    with MACHINE.lock, ENGINE.turn:
+    with ENGINE.turn, MACHINE.lock:
         for mapped in _covered(MEMORY.reservation(base, size), base, size):
             for device, access in wanted:
                 _set_access(mapped, device, access)
