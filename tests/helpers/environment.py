@@ -66,4 +66,5 @@ def of_ranks(changes: Mapping[str, str | None] | None = None, *, multicast: bool
 
 def _of_a_launcher(name: str) -> bool:
     """Whether a launcher set this variable for the process we are in, which may itself be a rank."""
-    return name.startswith(("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "HYDRA_", "HYDI_", "PRTE_"))
+    mark = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "HYDRA_", "HYDI_", "PRTE_")
+    return name.startswith(mark) and "_MCA_" not in name  # Open MPI's parameters are the machine's, not a launch's
