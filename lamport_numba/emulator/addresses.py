@@ -69,6 +69,7 @@ class AddressTable:
         self._lock = threading.RLock()  # a finaliser may free memory in the middle of a change
         self._bases: list[int] = []
         self._entries: list[Entry] = []
+        self._records: list[bytes] = []  # the entries as native code reads them
         self._members: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._header = ctypes.create_string_buffer(layout.TABLE.size)
         self._block = ctypes.create_string_buffer(64 * layout.ENTRY.size)
@@ -114,6 +115,7 @@ class AddressTable:
                     raise ValueError(f"range [{base:#x}, {entry.end:#x}) overlaps [{near.base:#x}, {near.end:#x})")
             self._bases.insert(at, base)
             self._entries.insert(at, entry)
+            self._records.insert(at, self._record(entry))
             self._publish()
         return entry
 
@@ -123,6 +125,7 @@ class AddressTable:
             at = self._index(base)
             del self._bases[at]
             entry = self._entries.pop(at)
+            del self._records[at]
             self._members.pop(base, None)
             self._publish()
         return entry
@@ -132,7 +135,8 @@ class AddressTable:
         with self._lock:
             at = self._index(base)
             old = self._entries[at]
-            self._entries[at] = Entry(old.base, old.end, old.kind, Access(access), old.key, old.members)
+            entry = self._entries[at] = Entry(old.base, old.end, old.kind, Access(access), old.key, old.members)
+            self._records[at] = self._record(entry)
             self._publish()
 
     def find(self, address: int) -> Entry | None:
@@ -170,15 +174,16 @@ class AddressTable:
 
     def _publish(self) -> None:
         """Write all entries where native code reads them; the version makes the sites' memories stale."""
-        record = layout.ENTRY
-        if len(self._entries) * record.size > len(self._block):
-            self._block = ctypes.create_string_buffer(2 * len(self._entries) * record.size)
-        for i, e in enumerate(self._entries):
-            members = self._member_block(e)
-            fields = (e.base, e.end, e.kind, e.access, e.key, members, len(e.members), 0)
-            record.packer.pack_into(self._block, i * record.size, *fields)
+        records = b"".join(self._records)
+        if len(records) > len(self._block):
+            self._block = ctypes.create_string_buffer(2 * len(records))
+        ctypes.memmove(self._block, records, len(records))
         self.version += 1
         layout.TABLE.packer.pack_into(self._header, 0, len(self._entries), self.version, ctypes.addressof(self._block))
+
+    def _record(self, e: Entry) -> bytes:
+        fields = (e.base, e.end, e.kind, e.access, e.key, self._member_block(e), len(e.members), 0)
+        return layout.ENTRY.packer.pack(*fields).ljust(layout.ENTRY.size, b"\0")
 
     def _member_block(self, entry: Entry) -> int:
         if not entry.members:
