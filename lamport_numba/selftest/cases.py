@@ -225,7 +225,7 @@ def output_holds_the_input(world: World) -> None:
 def graphs(world: World) -> None:
     """Graphs of 1, 2 and 3 calls, replayed with fresh inputs, with eager calls of other sizes in between."""
     replays = 100 if world.drv.kind == "cuda" else 8
-    with world.stream() as stream, world.gather(64 * PACK) as gather:
+    with world.stream() as stream, world.gather(max(DIPS) * PACK) as gather:
         for sizes in ((40,), (3, 64), (1, 33, 2)):
             inputs = [world.empty(packs * PACK) for packs in sizes]
             outs = [world.empty(packs * PACK * world.size) for packs in sizes]
