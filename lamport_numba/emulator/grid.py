@@ -172,13 +172,13 @@ class Grid:
         self._block: _Block | None = b
         b.forget(table)
         b.memory[_PARAMS_AT : _PARAMS_AT + kernel.param_bytes] = params[: kernel.param_bytes]
-        self._high = 0
+        self._high = min(len(b.slots), total)  # slots to look at; those beyond `ctas` stay empty
         layout.GRID.packer.pack_into(
             b.memory,
             0,
             *(b.address + _PARAMS_AT, ctypes.addressof(b.slots), b.address + b.caches_at),
             *(ctypes.addressof(variables) if variables is not None else 0, table.address, fabric.address),
-            *(total, 0, 0, 0, 0, int(released), 0, 0),
+            *(total, 0, 0, 0, 0, int(released), 0, self._high),
             *block,
             *grid,
             *(threads, b.warps, b.lanes_at, shape[2], b.shared_at, shape[1], kernel.param_bytes, table.device),
@@ -218,14 +218,13 @@ class Grid:
         b = self._block
         if b is None:
             return self._status if self._status is not None else Status.FAULTED
-        wanted = min(ctas, self.total)
-        if wanted > self._high:
-            if wanted > len(b.slots):
-                b.grow(wanted)
+        if ctas > self._high and self._high < self.total:
+            self._high = min(ctas, self.total)
+            if self._high > len(b.slots):
+                b.grow(self._high)
                 at = layout.GRID.offsets["slots"]
                 b.memory[at : at + 8] = ctypes.addressof(b.slots).to_bytes(8, "little")
-            self._high = wanted
-            b.put("high", wanted)
+            b.put("high", self._high)
         if b.seen != self.table.version:
             b.forget(self.table)
         status: int = self._run(b.address, ctas, quantum)

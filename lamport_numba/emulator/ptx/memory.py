@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from . import layout
 from .ir import Value
 from .layout import CACHE
-from .syntax import TYPES, Address, Imm, Instruction, Operand, Symbol, Vector
+from .syntax import TYPES, Address, Instruction, Operand, Symbol, Vector
 from .translate import _COLD, Mods, Translator, instruction
 
 _SPACES = ("global", "shared", "shared::cta", "local", "const", "param", "param::entry", "param::func")
@@ -95,12 +95,13 @@ def locate(t: Translator, operand: Operand, access: Access, need: int) -> Place:
         known = _static_place(t, symbol, access)
         if known is not None:
             return Place(known)
-    if space == "param":
-        space = ""  # an address of a parameter carries its window
-        if symbol is None and isinstance(base, Imm):
-            raise t.fail("a parameter has no absolute address")
     address = _address(t, operand)
     site = t.site(access.size)
+    if space == "param":  # an address of a parameter carries its window
+        if not t.frame_addresses:
+            offset, total = address - layout.PARAM_WINDOW, t.c.const("i64", t.param_bytes)
+            return Place(_bounded(t, t.once("params"), total, offset, access, site, layout.F_PARAM))
+        space = ""
     if space == "shared":
         total = t.once("shared_bytes").to("i64")
         return Place(_bounded(t, t.cta + t.once("shared_at").to("i64"), total, address, access, site, layout.F_SHARED))

@@ -42,7 +42,7 @@ def _machine() -> Any:
 def _new_machine() -> Any:
     target = llvm.Target.from_default_triple()
     features = llvm.get_host_cpu_features().flatten()
-    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=1, reloc="pic", jit=True)
+    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, reloc="pic", jit=True)
 
 
 @cache

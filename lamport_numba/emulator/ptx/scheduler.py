@@ -256,9 +256,10 @@ def _wild_run() -> Code:
     total, high = c.get(grid, GRID, "total"), c.get(grid, GRID, "high")
     end = c.get(grid, GRID, "steps") + c.params["quantum"]
     slots = c.get(grid, GRID, "slots")
-    progress, idle = c.variable("i32", 0), c.variable("i32", 0)
+    progress, idle, lingered = c.variable("i32", 0), c.variable("i32", 0), c.variable("i32", 0)
     with c.forever():
         progress.set(0)
+        lingered.set(0)
         _stop_if_told(c, grid)
         calm = ~idle.get().lt(_IDLE)
         c.put(grid, GRID, "calm", calm.to("i32"))
@@ -284,15 +285,18 @@ def _wild_run() -> Code:
             c.ret(c.const("i32", layout.FINISHED))
         with c.when(calm):  # nobody got on: what lingers moves, if it is only a little
             with c.when(c.get(fabric, FABRIC, "flying").ne(0)):
-                c.call("i64", "fabric_land", fabric)
-                progress.set(1)
+                # one by one, or by the dozen if many are on their way
+                some = (c.get(fabric, FABRIC, "flying").to("i32") >> 4) + 1
+                with c.each(draw(c, fabric, 16) % some + 1):
+                    c.call("void", "fabric_hurry", fabric)
+                lingered.set(1)
             with c.when(c.get(grid, GRID, "orphans").ne(0)):
                 c.call("void", "orphan_leak", grid)
-                progress.set(1)
+                lingered.set(1)
         with c.when(progress.get().ne(0)):
             idle.set(0)
         with c.when(progress.get().eq(0)):
-            with c.when(calm):
+            with c.when(calm & lingered.get().eq(0)):
                 c.ret(c.const("i32", layout.STALLED))
             idle.set(idle.get() + 1)
         with c.when(~c.get(grid, GRID, "steps").lt(end)):

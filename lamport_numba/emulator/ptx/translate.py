@@ -169,6 +169,13 @@ class Translator:
                 self.shared_bytes = dynamic_at
                 self.offsets[variable] = dynamic_at
         self.local_bytes, _ = self.lay_out([v for v in used if v.space in ("local", "param")])
+        # whether the address of an inlined call's parameter is ever taken: then one in a register may be in the frame
+        self.frame_addresses = any(
+            isinstance(o, Symbol) and o.target is not None and o.target.space == "param" and self.in_frame(o.target)
+            for item in self.flat.items
+            if isinstance(item, Instruction)
+            for o in item.operands
+        )
 
     def lay_out(self, variables: list[Variable]) -> tuple[int, int]:
         at, widest = 0, 1
