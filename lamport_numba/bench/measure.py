@@ -146,6 +146,7 @@ def _one_size(
     for mode in options.modes:
         for contender, bound in zip(contenders, bounds, strict=True):
             contender.fill(bound, nbytes, nbytes)
+            host.barrier("before the first call")  # others may write straight into this rank's output
             bound.call()  # whatever a first call sets up
             rig.synchronize()
         taken = _SAMPLERS[mode](host, rig, contenders, bounds, options)
