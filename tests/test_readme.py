@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers import mpirun
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "ptx").glob("*.md"))]
@@ -15,3 +16,10 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_program_in_the_readme_runs(tmp_path):
+    program = tmp_path / "this.py"
+    program.write_text(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1))
+    done = mpirun.command([str(program)], 4, env={"LAMPORT_NUMBA_DEVICE": "emulated"})
+    assert done.stdout.count("[0. 0. 1. 1. 2. 2. 3. 3.]") == 4  # ranks may write into each other's lines
