@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .arrays import to_device as to_device
     from .collectives import LamportAllGather as LamportAllGather
     from .collectives import PreparedCall as PreparedCall
+    from .collectives import TaggedAllGather as TaggedAllGather
     from .emulator.ranks import run_ranks as run_ranks
     from .errors import CallMismatch as CallMismatch
     from .errors import ClosedError as ClosedError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .errors import EmulatorFault as EmulatorFault
     from .errors import LamportError as LamportError
     from .errors import LamportWarning as LamportWarning
+    from .errors import MailboxTimeout as MailboxTimeout
     from .errors import MulticastUnavailable as MulticastUnavailable
     from .errors import PeerTimeout as PeerTimeout
     from .errors import PlatformError as PlatformError
@@ -50,6 +52,7 @@ _PUBLIC: dict[str, str] = {
     "to_device": ".arrays",
     "LamportAllGather": ".collectives",
     "PreparedCall": ".collectives",
+    "TaggedAllGather": ".collectives",
     "CallMismatch": ".errors",
     "ClosedError": ".errors",
     "DeviceFallbackWarning": ".errors",
@@ -58,6 +61,7 @@ _PUBLIC: dict[str, str] = {
     "EmulatorFault": ".errors",
     "LamportError": ".errors",
     "LamportWarning": ".errors",
+    "MailboxTimeout": ".errors",
     "MulticastUnavailable": ".errors",
     "PeerTimeout": ".errors",
     "PlatformError": ".errors",

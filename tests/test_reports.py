@@ -45,8 +45,8 @@ def test_a_mismatch_gives_both_sides():
     block = control(2, {0: (MISMATCH, 1, 3, 32, 0, 0, 1, 0xABC, 3, 2, 0xABC)})
     error = error_of(parse(block, 2), rank=1)
     assert isinstance(error, CallMismatch)
-    assert error.mine == (3, 1, 0xABC)
-    assert error.theirs == (3, 2, 0xABC)
+    assert error.mine == (3, 16, 0xABC)
+    assert error.theirs == (3, 32, 0xABC)
     assert "16 bytes" in str(error)
     assert "32 bytes" in str(error)
 

@@ -2,5 +2,6 @@
 
 from .allgather import LamportAllGather
 from .base import AllGather, PreparedCall
+from .tagged import TaggedAllGather
 
-__all__ = ["AllGather", "LamportAllGather", "PreparedCall"]
+__all__ = ["AllGather", "LamportAllGather", "PreparedCall", "TaggedAllGather"]

@@ -262,9 +262,11 @@ class AllGather:
         return dict(self._table) if self._asked == "measure" else self._table[self.rank_capacity_bytes]
 
     def accepts(self, array: Any) -> bool:
-        """Whether ``array`` has a size that can be gathered: 16 bytes to the capacity, a multiple of 16."""
-        nbytes = as_buffer(array, self._drv).nbytes
-        return 0 < nbytes <= self.rank_capacity_bytes and nbytes % PACK_BYTES == 0
+        """Whether ``array`` has a size that can be gathered: up to the capacity, a multiple of the channel's unit."""
+        return self._fits(as_buffer(array, self._drv).nbytes)
+
+    def _fits(self, nbytes: int) -> bool:
+        return 0 < nbytes <= self.rank_capacity_bytes and nbytes % self._channel.unit == 0
 
     def __call__(self, array: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Gather ``array`` of every rank: dim 0 concatenated in rank order, same dtype. Asynchronous on ``stream``.
@@ -356,7 +358,7 @@ class AllGather:
             after.append(partial(self._drv.call, "cuMemcpyDtoDAsync", target.address, into, target.nbytes, stream))
             held.append(scratch)
         code = self._code(source)
-        block = self._channel_for(source.nbytes).block(address, into, source.nbytes // PACK_BYTES, code, stream)
+        block = self._channel_for(source.nbytes).block(address, into, source.nbytes, code, stream)
         return PreparedCall(
             self, block, out, held=tuple(held), header=(source.nbytes, code), before=tuple(before), after=tuple(after)
         )
@@ -378,11 +380,11 @@ class AllGather:
         return code
 
     def _check_size(self, source: Buffer) -> None:
-        nbytes, limit = source.nbytes, self.rank_capacity_bytes
-        if not 0 < nbytes <= limit or nbytes % PACK_BYTES:
+        unit = self._channel.unit
+        if not self._fits(source.nbytes):
             raise ValueError(
-                f"rank {self.rank}: an array of {nbytes} bytes cannot be gathered; "
-                f"expected a multiple of {PACK_BYTES} from {PACK_BYTES} to the capacity of {limit} bytes"
+                f"rank {self.rank}: an array of {source.nbytes} bytes cannot be gathered; "
+                f"expected a multiple of {unit} from {unit} to the capacity of {self.rank_capacity_bytes} bytes"
             )
 
     def _check_out(self, source: Buffer, target: Buffer, shape: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..driver import Driver, structs
 from ..symmetric.communicator import Communicator
@@ -22,7 +22,6 @@ __all__ = ["Channel", "LamportChannel", "Plan"]
 PACK_BYTES = 16
 SENTINEL = 0x80000000
 _WARP = 32
-_GENERATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,9 @@ class Channel:
 
     Construction is collective. The device's primary context is current in every method.
     """
+
+    unit: ClassVar[int] = PACK_BYTES  # sizes of calls are multiples of it, and the kernel counts in it; in bytes
+    generations: ClassVar[int]  # how many times the mailbox exists
 
     def __init__(self, comm: Communicator, drv: Driver, device: int, transport: str, plan: Plan) -> None:
         self.comm = comm
@@ -94,8 +96,8 @@ class Channel:
         scratch = int(call("cuMemAlloc", nbytes * (1 + self.world)))
         try:
             call("cuMemsetD8Async", scratch, 0, nbytes, self._side)
-            block = self.block(scratch, scratch + nbytes, self.plan.capacity, 0, int(self._side))
-            for _ in range(_GENERATIONS):
+            block = self.block(scratch, scratch + nbytes, nbytes, 0, int(self._side))
+            for _ in range(self.generations):
                 block.launch()
             call("cuStreamSynchronize", self._side)
             reports = self.reports()
@@ -123,8 +125,8 @@ class Channel:
         """Load the kernels."""
         raise NotImplementedError
 
-    def block(self, source: int, target: int, packs: int, code: int, stream: int) -> Block:
-        """A packed launch of the call that gathers ``packs`` packs at ``source`` into ``target``."""
+    def block(self, source: int, target: int, nbytes: int, code: int, stream: int) -> Block:
+        """A packed launch of the call that gathers ``nbytes`` bytes at ``source`` into ``target``."""
         raise NotImplementedError
 
     def skip(self, stream: int) -> None:
@@ -154,7 +156,7 @@ class Channel:
 
     def reports(self) -> list[Report]:
         """What the ranks have reported, the root cause first."""
-        return parse(self.read(self.memory.local, control_bytes(self.world)), self.world)
+        return parse(self.read(self.memory.local, control_bytes(self.world)), self.world, self.unit)
 
     def limit(self, kernel: Kernel, threads: int) -> int:
         """How many CTAs of ``threads`` threads a grid of this rank may have, so that all of it is resident at once."""
@@ -196,16 +198,21 @@ class Channel:
 class LamportChannel(Channel):
     """The sentinel protocol of ptx/lamport_peer.ptx and ptx/lamport_multicast.ptx."""
 
+    protocol: ClassVar[str] = "lamport"  # the kernels' files begin with it
+    generations = 3
+    slot_bytes: ClassVar[int] = PACK_BYTES  # of a pack in the mailbox
+    words_a_warp: ClassVar[int] = 1  # of device state: its generation
+
     def __init__(self, comm: Communicator, drv: Driver, device: int, transport: str, plan: Plan) -> None:
         # Header packs follow the payload's in each row, in a warp of their own.
         self.row = -(-plan.capacity // _WARP) * _WARP + 1
         super().__init__(comm, drv, device, transport, plan)
 
     def mailbox_bytes(self) -> int:
-        return _GENERATIONS * self.world * self.row * PACK_BYTES
+        return self.generations * self.world * self.row * self.slot_bytes
 
     def _generation_words(self) -> int:
-        return self.world * (self.row // _WARP + 1)
+        return self.words_a_warp * self.world * (self.row // _WARP + 1)
 
     def state_bytes(self) -> int:
         return 8 * self.world + 4 * (self._generation_words() + self.world + 1)
@@ -227,14 +234,15 @@ class LamportChannel(Channel):
         self._table = wide([self.memory.address(rank) for rank in range(self.world)], self.world)
         table = ctypes.addressof(self._table), 8 * self.world
         self.drv.call("cuMemcpyHtoDAsync", self._peers, *table, self._side)
-        self.kernel = load(self.drv, self.device, f"lamport_{self.transport}.ptx")
+        self.kernel = load(self.drv, self.device, f"{self.protocol}_{self.transport}.ptx")
         self._skip = load(self.drv, self.device, "lamport_skip.ptx")
 
     @property
     def _calls_address(self) -> int:
         return self._generations + 4 * self._generation_words()
 
-    def block(self, source: int, target: int, packs: int, code: int, stream: int) -> Block:
+    def block(self, source: int, target: int, nbytes: int, code: int, stream: int) -> Block:
+        packs = -(-nbytes // PACK_BYTES)
         columns = self.world if self.transport == "multicast" else max(self.world - 1, 1)
         items = -(-packs // _WARP) * _WARP + _WARP
         grid, block = self.grid(self.kernel, columns, items, block_of(columns, items))
@@ -242,7 +250,7 @@ class LamportChannel(Channel):
         parameters: list[Any] = [
             u64(source),
             u64(target),
-            u32(packs),
+            u32(nbytes // self.unit),
             u32(code),
             u32(self.rank),
             u32(self.world),

@@ -51,7 +51,7 @@ def measure(comm: Communicator, drv: Driver, device: int, channels: Mapping[str,
 def _time(comm: Communicator, drv: Driver, channel: Channel, source: Any, target: Any, size: int, stream: Any) -> float:
     """Microseconds a call of ``size`` bytes through ``channel``, back to back."""
     addresses = as_buffer(source, drv).address, as_buffer(target, drv).address
-    block = channel.block(*addresses, size // PACK_BYTES, 0, int(stream))
+    block = channel.block(*addresses, size, 0, int(stream))
     start, end = drv.call("cuEventCreate", 0), drv.call("cuEventCreate", 0)
     times = []
     try:

@@ -33,7 +33,7 @@ class Report:
     pack: int
     generation: int
     milliseconds: int
-    mine: tuple[int, int, int]  # call, packs, code as the reporter has them
+    mine: tuple[int, int, int]  # call, bytes, code as the reporter has them
     theirs: tuple[int, int, int]  # as the source's header said
 
 
@@ -42,14 +42,14 @@ def control_bytes(world_size: int) -> int:
     return _FIRST_REPORT + _REPORT.size * world_size
 
 
-def parse(control: bytes, world_size: int) -> list[Report]:
-    """The reports in a control block, the root cause first."""
+def parse(control: bytes, world_size: int, unit: int = 16) -> list[Report]:
+    """The reports in a control block, the root cause first. ``unit`` is what the kernel counts sizes in, in bytes."""
     found = []
     for reporter in range(world_size):
         words = _REPORT.unpack_from(control, _FIRST_REPORT + _REPORT.size * reporter)
-        kind, source, call, pack, generation, milliseconds, packs, code = words[:8]
+        kind, source, call, pack, generation, milliseconds, size, code = words[:8]
         if kind in (_TIMEOUT, _MISMATCH):
-            mine, theirs = (call & 0x7FFFFFFF, packs, code), (words[8], words[9], words[10])
+            mine, theirs = (call & 0x7FFFFFFF, size * unit, code), (words[8], words[9] * unit, words[10])
             found.append(Report(call, source, reporter, kind, pack, generation, milliseconds, mine, theirs))
     return sorted(found)
 
@@ -81,5 +81,5 @@ def error_of(reports: list[Report], rank: int) -> LamportError:
 
 
 def _described(header: tuple[int, int, int]) -> str:
-    call, packs, code = header
-    return f"call {call} of {packs * 16} bytes, dtype and shape {code:#010x}"
+    call, nbytes, code = header
+    return f"call {call} of {nbytes} bytes, dtype and shape {code:#010x}"
