@@ -9,7 +9,7 @@ from helpers.ranks import Words
 from numba import cuda
 from numba.cuda import types
 
-from lamport_numba.mailbox import MailboxLayout, kernel
+from lamport_numba.mailbox import Kernel, MailboxLayout, kernel
 from lamport_numba.mailbox.kernels import _extent, _parameters, _type_of
 
 
@@ -113,6 +113,9 @@ def test_a_kernel_compiles_for_values_or_types():
     text = scale.ptx(types.float32[::1], types.float32)
     assert text == scale.ptx(types.float32[::1], np.float32(3))
     assert ".maxntid 128" in text
+    assert ".visible .entry numba_scale(" in text
+    assert "_ZN" not in text
+    assert Kernel(scale.function, launch_bounds=128).ptx(types.float32[::1], types.float32) == text, "for caches"
     assert repr(scale) == "<Kernel scale>"
     with pytest.raises(ValueError, match=r"kernel\[grid, block"):
         scale[3]

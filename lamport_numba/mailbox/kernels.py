@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,7 @@ class Kernel:
         self._texts: dict[Any, str] = {}
         self._loaded: dict[Any, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
+        self._entry = "numba_" + re.sub(r"\W", "_", self.function.__name__, flags=re.ASCII)
 
     def __repr__(self) -> str:
         return f"<Kernel {self.function.__name__}>"
@@ -74,7 +76,8 @@ class Kernel:
         with self._lock:
             if signature not in self._texts:
                 texts, _ = cuda.compile_ptx(self.function, types.void(*signature), cc=CAPABILITY, **self._options)
-                (self._texts[signature],) = texts if isinstance(texts, list) else [texts]
+                (text,) = texts if isinstance(texts, list) else [texts]
+                self._texts[signature] = _renamed(text, self._entry)
             return self._texts[signature]
 
     def _launch(
@@ -86,7 +89,7 @@ class Kernel:
         with drv.current(device):
             key = (drv.kind, device, signature)
             if key not in self._loaded:
-                self._loaded[key] = _load(drv, device, self._text(signature))
+                self._loaded[key] = _load(drv, device, self._text(signature), self._entry)
             _, function = self._loaded[key]
             values = [
                 value
@@ -113,9 +116,15 @@ def _extent(value: Any) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _load(drv: Driver, device: int, text: str) -> tuple[Any, Any]:
+def _renamed(text: str, entry: str) -> str:
+    """Give the kernel a name that people know, and the same text each time: numba's has a running number in it."""
+    mangled = text.split(".visible .entry ", 1)[1].split("(", 1)[0].strip()
+    environment = "_ZN08NumbaEnv" + mangled.removeprefix("_ZN")
+    return text.replace(environment, f"{entry}_environment").replace(mangled, entry)
+
+
+def _load(drv: Driver, device: int, text: str, name: str) -> tuple[Any, Any]:
     """The module and the function of a kernel's PTX, on the current context."""
-    name = text.split(".visible .entry ", 1)[1].split("(", 1)[0].strip()
     if drv.kind == "cuda":
         major, minor = drv.compute_capability(device)
         module = drv.call("cuModuleLoadData", _linked(text, f"sm_{major}{minor}"))
