@@ -162,7 +162,7 @@ def wind(gather, tag, parity, coming):
     """Set every epoch of the channel, and plant a pair with the tag ``coming`` in every slot of its mailbox."""
     (channel,) = gather._channels.values()
     epochs = channel.world * (channel.row // 32 + 1)
-    ranks.write(channel.state, struct.pack("<II", tag, parity) * epochs)
+    ranks.write(channel._generations, struct.pack("<II", tag, parity) * epochs)
     pairs = channel.mailbox_bytes() // 8
     ranks.write(channel.memory.local + CONTROL_BYTES, struct.pack("<II", 0xBADBAD, coming) * pairs)
 
@@ -198,7 +198,7 @@ def test_no_old_pair_matches_after_the_wrap(transport, before, parity):
 @pytest.mark.skipif(ranks.on_gpu(), reason="the control's kernel is put in by hand")
 def test_without_tidying_old_pairs_match(monkeypatch, transport):
     """A negative control: the planted tags do catch a kernel that leaves its last slots as they are."""
-    edit_kernels(monkeypatch, "setp.ge.u32 %wraps, %tag, 0xfffffffe;", "setp.ge.u32 %wraps, %tag, 0xffffffff;")
+    edit_kernels(monkeypatch, "%wraps, %tag, 0xfffffffe, %slotted;", "%wraps, %tag, 0xffffffff, %slotted;")
     found = ranks.each(run_wrap, 3, transport=transport, before=1, parity=0, sizes=WRAP_SIZES)
     assert any(found)
 
@@ -284,5 +284,5 @@ def test_only_multimem_stores_go_through_the_multicast_address():
     code = "\n".join(line.split("//")[0] for line in text.splitlines())
     assert len(re.findall(r"multimem\.st\.relaxed\.sys\.global\.b64 \[%to \+ \d+\], %pair\d;", code)) == 4
     assert code.count("multimem") == 4
-    assert len(re.findall(r"%multicast\b", code)) == 3, "declared, loaded, and added to the slot's offset"
+    assert len(re.findall(r"%multicast\b", code)) == 3, "declared, loaded, added to the offset of a slot"
     assert "multimem" not in ptx.read("tagged_peer.ptx").split(".visible")[1]
