@@ -32,6 +32,7 @@ LOCAL_ONLY = {  # the bootstrap of both libraries looks for a network; all ranks
     "NCCL_SOCKET_IFNAME": "lo",
     "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
     "NVSHMEM_REMOTE_TRANSPORT": "none",
+    "OMPI_MCA_btl_vader_single_copy_mechanism": "none",  # Open MPI 4 complains of it in containers
 }
 MPS_SIZES = "16,1K,4K,16K,64K,256K"
 ALL_SIZES = "16,1K,4K,16K,64K,256K,512K,1M"

@@ -1,6 +1,7 @@
 """The bench on the emulated device: every mode, who takes part and why not, and outputs that are checked."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from helpers import mpirun
@@ -70,7 +71,20 @@ def test_a_wrong_output_ends_it(monkeypatch):
         run_ranks(2, lambda comm: measure.run(comm, options(sizes=[64], transport="peer")), timeout=120)
 
 
-@pytest.mark.parametrize("words", [["--mode", "fast"], ["--against", "gloo"], ["--sizes", "10"]])
+def test_another_text_of_the_kernel_takes_turns_with_ours():
+    text = ptx.read("lamport_peer.ptx")
+    both = options(sizes=[64], transport="peer", variants={"same": text})
+    result = run_ranks(2, lambda comm: measure.run(comm, both), timeout=120)[0]
+    assert [row["contender"] for row in result["rows"]] == ["lamport", "same"]
+    store = "st.global.v4.b32 [%to], {%w0, %w1, %w2, %w3};"
+    wrong = replace(both, variants={"wrong": text.replace(store, store.replace("%w3", "%w2"))})
+    with pytest.raises(LamportError, match=r"wrong: [0-9]+ wrong words"):
+        run_ranks(2, lambda comm: measure.run(comm, wrong), timeout=120)
+
+
+@pytest.mark.parametrize(
+    "words", [["--mode", "fast"], ["--against", "gloo"], ["--sizes", "10"], ["--variant", "x=no.ptx"]]
+)
 def test_what_is_unknown_is_refused(words):
     done = mpirun.command(["-m", "lamport_numba", "bench", *words], 1, timeout=60, check=False)
     assert done.returncode == 2

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from ..collectives import AllGather, LamportAllGather
+from ..collectives.channel import LamportChannel
+from ..collectives.launch import load
 from ..driver import structs
 from . import payload
 from .host import Host
 from .rig import Rig, address_of
 
-__all__ = ["KNOWN", "Bound", "Contender", "Setting", "build"]
+__all__ = ["KNOWN", "Bound", "Contender", "Setting", "build", "variant"]
 
 KNOWN = ("nccl", "nvshmem", "mpi", "tagged")
 
@@ -104,7 +106,7 @@ class Ours(Contender):
             pdl=setting.pdl,
             **options,
         )
-        self.sanitises = kind is LamportAllGather
+        self.sanitises = issubclass(kind, LamportAllGather)
 
     def bind(self, nbytes: int) -> Bound:
         rig = self.rig
@@ -115,6 +117,20 @@ class Ours(Contender):
 
     def close(self) -> None:
         self.gather.close()
+
+
+def variant(setting: Setting, name: str, text: str) -> Contender:
+    """LamportAllGather with another text of its kernel, which takes the same parameters. Collective."""
+
+    class Channel(LamportChannel):
+        def load(self) -> None:
+            super().load()
+            self.kernel = load(self.drv, self.device, f"lamport_{self.transport}.ptx", text=text)
+
+    class Variant(LamportAllGather):
+        _channel = Channel
+
+    return Ours(setting, Variant, name, raw_words=True)
 
 
 class Mpi(Contender):

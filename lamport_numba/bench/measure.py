@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from .. import settings
 from ..driver import select
 from ..errors import LamportError, SentinelWarning
 from . import floor, timing
-from .contenders import Bound, Contender, Setting, build
+from .contenders import Bound, Contender, Setting, build, variant
 from .floor import Floor
 from .host import Host
 from .rig import Rig, name_of
@@ -26,7 +26,10 @@ MODES = ("graph", "eager", "latency")
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. ``sizes`` in bytes of one rank; ``calls`` of a graph; ``eager_calls`` queued one by one."""
+    """What to measure. ``sizes`` in bytes of one rank; ``calls`` of a graph; ``eager_calls`` queued one by one.
+
+    ``variants`` are other texts of the kernel by name: they take turns with ours.
+    """
 
     sizes: list[int]
     modes: list[str]
@@ -41,6 +44,7 @@ class Options:
     timeout: float = 30.0
     pdl: bool = True
     device: int | None = None
+    variants: dict[str, str] = field(default_factory=dict)
 
 
 def run(comm: Any, options: Options, *, show: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
@@ -71,6 +75,7 @@ def run(comm: Any, options: Options, *, show: Callable[[dict[str, Any]], None] |
             shared=shared,
         )
         contenders, missing = build(setting, options.against)
+        contenders += [variant(setting, name, text) for name, text in options.variants.items()]
         base = floor.measure(
             host,
             rig,
@@ -89,7 +94,7 @@ def run(comm: Any, options: Options, *, show: Callable[[dict[str, Any]], None] |
             "devices": len(set(uuids)),
             "world": host.size,
             "transport": name_of(contenders[0].gather.transport),  # type: ignore[attr-defined]
-            "options": asdict(options),
+            "options": {**asdict(options), "variants": list(options.variants)},
             "contenders": [contender.name for contender in contenders],
             "missing": missing,
             "floor": {**asdict(base), "words": base.words()},

@@ -39,6 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds a call waits for a rank (30)")
     parser.add_argument("--no-pdl", action="store_true", help="launch without the programmatic attribute")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="also measure our all-gather with FILE as the text of its kernel; may be given several times",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw latency against size, log-log (.pdf, .svg, .png; needs matplotlib)"
@@ -113,4 +120,12 @@ def _plan(options: argparse.Namespace, *, emulated: bool) -> Options:
         rate=options.link_rate,
         timeout=options.timeout,
         pdl=not options.no_pdl,
+        variants=dict(map(_variant, options.variant)),
     )
+
+
+def _variant(text: str) -> tuple[str, str]:
+    name, _, file = text.partition("=")
+    if not name or not Path(file).is_file():
+        raise _common.CannotStart(f"--variant {text}: expected NAME=FILE, with a file of PTX that is there")
+    return name, Path(file).read_text(encoding="ascii")
