@@ -295,12 +295,12 @@ def _wild_run() -> Code:
                 lingered.set(1)
         with c.when(progress.get().ne(0)):
             idle.set(0)
+            with c.when(~c.get(grid, GRID, "steps").lt(end)):  # only then: RUNNING means that somebody got on
+                c.ret(c.const("i32", layout.RUNNING))
         with c.when(progress.get().eq(0)):
             with c.when(calm & lingered.get().eq(0)):
                 c.ret(c.const("i32", layout.STALLED))
             idle.set(idle.get() + 1)
-        with c.when(~c.get(grid, GRID, "steps").lt(end)):
-            c.ret(c.const("i32", layout.RUNNING))
     c.ret(c.const("i32", layout.RUNNING))
     return c
 
