@@ -26,13 +26,17 @@ def drv():
         yield made
 
 
-def python(body: str, *args: str, **options) -> subprocess.CompletedProcess[str]:
-    """Run a script that has ``drv`` with device 0 current."""
+def script(body: str) -> str:
+    """A program that has ``drv`` with device 0 current."""
     head = "import os, sys\nfrom helpers.emulated import *\ndrv = driver.select('emulated')\nwith drv.current(0):\n"
-    text = head + "".join(f"    {line}\n" for line in body.strip().splitlines())
+    return head + "".join(f"    {line}\n" for line in body.strip().splitlines())
+
+
+def python(body: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run such a program."""
     env = environment.of_ranks({"LAMPORT_NUMBA_DEVICE": "emulated"}, multicast=True)
     return subprocess.run(
-        [sys.executable, "-c", text, *args], env=env, capture_output=True, text=True, timeout=60, check=False, **options
+        [sys.executable, "-c", script(body), *args], env=env, capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -47,6 +51,21 @@ def test_leaks_are_told_at_exit_and_the_exit_is_clean():
 def test_a_program_that_gives_everything_back_is_silent():
     done = python(f"Mapped(drv, {SIZE}).close()\nupload(drv, np.zeros(4))")  # plain allocations go with the context
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_program_may_end_while_a_kernel_spins():
+    body = """
+at = upload(drv, np.zeros(4))
+Kernel(drv, SPIN, "spin")(at, grid=4)
+class Late:
+    def __del__(self, write=os.write, allocate=drv.api.cuMemAlloc):
+        write(1, b"late %d" % int(allocate(64)[0]))
+late = Late()
+"""
+    for _ in range(3):
+        done = python(body)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "late 4"  # deinitialised, as a real driver says by then
 
 
 def test_a_process_can_be_made_to_die_in_a_call():
@@ -174,3 +193,27 @@ def test_many_threads_at_once(drv):
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+def test_ctrl_c_ends_a_program_whose_kernel_spins():
+    body = """
+at = upload(drv, np.zeros(4))
+Kernel(drv, SPIN, "spin")(at, grid=4)
+print("spinning", flush=True)
+drv.call("cuCtxSynchronize")
+"""
+    env = environment.of_ranks({"LAMPORT_NUMBA_DEVICE": "emulated"}, multicast=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script(body)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "spinning"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+        assert process.returncode == -signal.SIGINT
+        assert "KeyboardInterrupt" in said
+        assert "Ctrl-C ended the kernels" in said
+    finally:
+        process.kill()
+        process.wait()

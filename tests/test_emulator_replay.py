@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from helpers.emulated import Kernel
+from helpers.emulated import Kernel, download, upload
 from helpers.scripted_grid import GO, SPIN, TRIGGER, WAIT, install
 
 from lamport_numba import driver
@@ -105,3 +106,48 @@ def test_a_deadlock_that_only_residency_shows_is_seen(monkeypatch, capfd):
     assert caught.value.code == 702
     assert "deadlock" in capfd.readouterr().err
     driver.select("emulated").api.cuDevicePrimaryCtxReset(0)
+
+
+DEADLINE = """.version 8.1
+.target sm_90
+.address_size 64
+.visible .entry patient(.param .u64 at, .param .u64 nanoseconds)
+{
+    .reg .pred %p, %q; .reg .b32 %x, %n; .reg .b64 %a, %start, %now, %limit;
+    ld.param.u64 %a, [at];
+    ld.param.u64 %limit, [nanoseconds];
+    mov.u64 %start, %globaltimer;
+    mov.u32 %n, 0;
+AGAIN:
+    ld.relaxed.sys.global.u32 %x, [%a];
+    setp.ne.u32 %p, %x, 0;
+    @%p bra DONE;
+    add.u32 %n, %n, 1;
+    and.b32 %x, %n, 1023;
+    setp.ne.u32 %p, %x, 0;
+    @%p bra AGAIN;
+    mov.u64 %now, %globaltimer;
+    sub.u64 %now, %now, %start;
+    setp.lt.u64 %q, %now, %limit;
+    @%q bra AGAIN;
+    st.global.u64 [%a+8], %now;
+DONE:
+    ret;
+}
+"""
+
+
+def test_the_virtual_clock_brings_a_deadline_of_ten_minutes_at_once():
+    def program(comm):
+        drv = driver.select("emulated")
+        with drv.current(comm.rank):
+            at = upload(drv, np.zeros(2, np.uint64))
+            Kernel(drv, DEADLINE, "patient")(at, 600 * 10**9, block=1)
+            drv.call("cuCtxSynchronize")
+            waited = int(download(drv, at, 2, np.uint64)[1])
+            drv.call("cuMemFree", at)
+            return waited
+
+    waited = run_ranks(2, program, fabric="adversarial", seed=0, timeout=60)
+    assert all(600e9 <= one < 1200e9 for one in waited)
+    assert waited == run_ranks(2, program, fabric="adversarial", seed=0, timeout=60)

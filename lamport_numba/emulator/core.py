@@ -91,7 +91,7 @@ def address_of(thing: Any) -> int:
 
 
 def _after_fork() -> None:
-    faults.kill_after_fork(result.CUDA_ERROR_NOT_INITIALIZED)
+    faults.answer_everything(result.CUDA_ERROR_NOT_INITIALIZED)
 
 
 os.register_at_fork(after_in_child=_after_fork)

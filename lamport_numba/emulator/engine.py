@@ -37,7 +37,9 @@ _NAP: Final = 20e-6
 _LONGEST_NAP: Final = 500e-6
 _TICK: Final = 0.0005  # seconds between two looks of the background thread; longer while others see to the work
 _LONGEST_TICK: Final = 0.004
-_LAST_JUMP: Final = 1 << 53  # nanoseconds (104 days) of virtual time without progress are a deadlock
+_FIRST_JUMP: Final = 1000.0  # nanoseconds of virtual time, when nothing moves
+_LONGEST_JUMP: Final = 0.25e9
+_DEADLOCK: Final = 7200e9  # as long as this without progress; deadlines of kernels have passed before
 
 _FINISHED, _FAULTED, _STALLED = int(Status.FINISHED), int(Status.FAULTED), int(Status.STALLED)
 
@@ -123,8 +125,9 @@ class Engine:
         self._alarm = threading.Event()
         self._thread: threading.Thread | None = None
         self._asleep = True
-        self._jump = 1000
+        self._jump = _FIRST_JUMP
         self._still = 0
+        self._waited = 0.0
 
     # Waiting
 
@@ -451,6 +454,13 @@ class Engine:
                 if device.context is not None and device.busy:
                     self._ruin(device.context, result.CUDA_ERROR_LAUNCH_TIMEOUT, why)
 
+    def shut_down(self) -> None:
+        """End everything, and keep the turn so that no thread of this process runs anything again."""
+        for device in MACHINE.devices:
+            for launch in list(device.grids):
+                launch.grid.abort()
+        self.turn.take()
+
     # One step at a time, for the baton
 
     def step(self) -> bool:
@@ -479,7 +489,7 @@ class Engine:
         assert launch.stream is not None
         quantum = 1 << draws.randrange(12)
         if self._run(launch, self._room(launch.stream.device, launch), quantum):
-            self._still, self._jump = 0, 1000
+            self._still, self._jump, self._waited = 0, _FIRST_JUMP, 0.0
         else:
             self._still += 1
             if self._still > 4 * len(grids):
@@ -492,16 +502,17 @@ class Engine:
         if fabric.in_flight:
             fabric.land(self.draws.randint(1, 16))
             return
-        fabric.advance(self._jump)
-        if self._jump < _LAST_JUMP:
-            self._jump *= 2
+        fabric.advance(int(self._jump))
+        self._waited += self._jump
+        self._jump = min(self._jump * 1.02, _LONGEST_JUMP)  # slow: a kernel looks at its clock once in many polls
+        if self._waited < _DEADLOCK:
             return
         for device in MACHINE.devices:
             if device.context is not None and device.grids:
                 held = ", ".join(f"{x.function.name} ({x.grid.resident} CTAs resident)" for x in device.grids)
                 text = f"deadlock: no thread of any kernel can go on, and no word is in flight; {held}"
                 self._ruin(device.context, result.CUDA_ERROR_LAUNCH_TIMEOUT, text)
-        self._jump = 1000
+        self._jump, self._waited = _FIRST_JUMP, 0.0
 
     def hesitate(self) -> None:
         """At a launch of a replayable run: sometimes let others go first, so that ranks are skewed."""

@@ -25,10 +25,10 @@ __all__ = ["Injection", "calls", "clear", "inject", "injected", "last_fault", "l
 log = logging.getLogger("lamport_numba.emulator")
 
 counts: Final[dict[str, int]] = {}
-armed = False  # the one test on the path of every call: some injection, poison or fork is to be looked at
+armed = False  # the one test on the path of every call: some injection, poison or end is to be looked at
 _injections: list[Injection] = []
 _poison: list[tuple[Any, str]] = []
-_forked: Any = None
+_gone: Any = None
 _lock = threading.Lock()
 _last: dict[str, Any] = {"refusal": "", "fault": None}
 
@@ -110,8 +110,8 @@ def calls() -> dict[str, int]:
 
 def strike(name: str) -> Any:
     """What an injection makes of call ``name`` now: the code to answer, or None to run it."""
-    if _forked is not None:
-        return _forked
+    if _gone is not None:
+        return _gone
     rank, device = current_rank(), None
     chosen: Injection | None = None
     with _lock:
@@ -172,11 +172,11 @@ def poison(code: Any, text: str) -> None:
         _rearm()
 
 
-def kill_after_fork(code: Any) -> None:
-    """In a child of a fork the driver answers ``code`` to everything: its threads and mappings are not there."""
-    global _forked, _lock
-    _lock = threading.Lock()
-    _forked = code
+def answer_everything(code: Any) -> None:
+    """From now on every call answers ``code``: in a child of a fork, and once the interpreter is shutting down."""
+    global _gone, _lock
+    _lock = threading.Lock()  # nobody is left who could give the old one back
+    _gone = code
     _rearm()
 
 
@@ -204,4 +204,4 @@ def last_fault() -> Any:
 
 def _rearm() -> None:
     global armed
-    armed = bool(_injections or _poison or _forked is not None)
+    armed = bool(_injections or _poison or _gone is not None)

@@ -179,17 +179,23 @@ def cuInit(flags: int) -> None:
             MACHINE.fabric_anew()
             MACHINE.initialised = True
             MACHINE.grow(CONFIG.devices)
-            atexit.register(_report_leaks)
+            atexit.register(_shut_down)
 
 
-def _report_leaks() -> None:
+def _shut_down() -> None:
+    """At exit: tell what was not given back, and let nothing run while the interpreter takes itself apart."""
+    from .engine import ENGINE
     from .leaks import report
 
-    if os.getpid() == _home and CONFIG.leak_report:
+    if os.getpid() != _home:
+        return
+    if CONFIG.leak_report:
         report()
+    ENGINE.shut_down()
+    faults.answer_everything(result.CUDA_ERROR_DEINITIALIZED)
 
 
-_home = os.getpid()
+_home: Final = os.getpid()
 
 
 @api(1)

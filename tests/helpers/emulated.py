@@ -143,3 +143,20 @@ class Kernel:
 
     def __call__(self, *args: int, grid: int = 1, block: int = 32, stream: Any = 0, pdl: bool = False) -> None:
         self.drv.call("cuLaunchKernelEx", self.config(grid, block, stream, pdl), self.function, self.pack(args), 0)
+
+
+SPIN = """.version 8.1
+.target sm_90
+.address_size 64
+.visible .entry spin(.param .u64 at)
+{
+    .reg .pred %p; .reg .b32 %x; .reg .b64 %a;
+    ld.param.u64 %a, [at];
+AGAIN:
+    ld.volatile.global.u32 %x, [%a];
+    setp.eq.u32 %p, %x, 0;
+    @%p bra AGAIN;
+    ret;
+}
+"""
+"""A kernel whose threads spin until the word at ``at`` is not 0."""
