@@ -10,7 +10,7 @@ from numba import cuda
 from numba.cuda import types
 
 from lamport_numba.mailbox import Kernel, MailboxLayout, kernel
-from lamport_numba.mailbox.kernels import _extent, _parameters, _type_of
+from lamport_numba.mailbox.kernels import _extent, _linked, _parameters, _type_of
 
 
 def test_regions_lie_side_by_side_in_their_spaces():
@@ -119,3 +119,14 @@ def test_a_kernel_compiles_for_values_or_types():
     assert repr(scale) == "<Kernel scale>"
     with pytest.raises(ValueError, match=r"kernel\[grid, block"):
         scale[3]
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100", "sm_120"])
+def test_the_linker_makes_machine_code_for_a_gpu(architecture):
+    """Which the emulated device does not need, and a GPU whose driver is older than numba's PTX does."""
+
+    @kernel
+    def fill(x):
+        x[cuda.grid(1)] = 1.0
+
+    assert _linked(fill.ptx(types.float32[::1]), architecture).startswith(b"\x7fELF")

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from helpers import ranks
+from helpers import mpirun, ranks
 
 import lamport_numba
 from lamport_numba import TaggedAllGather, ptx
@@ -67,6 +67,14 @@ def test_dips_and_growth(transport, world):
 def test_any_number_of_bytes(transport):
     sizes = [*range(1, 40), 511, 512, 513, 517, 1023, 2047, 2048, 2045, 7, 1]
     assert ranks.each(run_sizes, 3, transport=transport, sizes=sizes) == [[]] * 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_processes_under_mpirun(transport):
+    env = {"LAMPORT_NUMBA_SHARE_DEVICE": "1"} if ranks.on_gpu() else {}
+    sizes = [16, 2048, 33, 512, 2047, 16]
+    found = mpirun.run(run_sizes, 4, env=env, multicast=transport == "multicast", transport=transport, sizes=sizes)
+    assert found == [[]] * 4
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
