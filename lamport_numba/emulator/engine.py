@@ -183,7 +183,9 @@ class Engine:
                     self._wake(False)
             else:
                 stalls += 1
+                before = time.monotonic_ns()
                 self._pause(stalls)
+                MACHINE.fabric.advance(time.monotonic_ns() - before)  # or no deadline would ever pass
             if turn.wanted:
                 turn.give_way()
 
