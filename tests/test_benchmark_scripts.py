@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,20 @@ def test_a_mistake_is_one_in_the_shipped_kernel_and_still_a_kernel(name):
 def test_a_mistake_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="expected 1"):
         controls.with_mistake("nothing", "one-generation")
+
+
+@pytest.mark.parametrize("name", sorted(controls.MISTAKES))
+def test_the_adversary_finds_each_mistake_within_the_deadline(name):
+    words = ["--calls", "500", "--graph", "--fabric", "adversarial", "--sizes", "16-1K", "--timeout", "2"]
+    done = mpirun.command(["benchmarks/negative_controls.py", name, *words], 2, timeout=60, check=False)
+    assert not done.timed_out
+    assert done.returncode == 1
+    assert re.search("CallMismatch|PeerTimeout|disagree|was missing|mismatches  [1-9]", done.stdout + done.stderr)
+
+
+def test_the_adversary_finds_nothing_in_the_shipped_kernel():
+    words = ["--calls", "500", "--graph", "--fabric", "adversarial", "--sizes", "16-1K"]
+    mpirun.command(["-m", "lamport_numba", "stress", *words], 2, timeout=100)
 
 
 @pytest.mark.parametrize("plan", sorted(session.PLANS))
