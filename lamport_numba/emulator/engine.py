@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ENGINE", "Engine", "Session", "session"]
 
 _SPINS: Final = 100  # stalled rounds that only yield the processor, before sleeps begin
+_FEW_SPINS: Final = 2
 _NAP: Final = 20e-6
 _LONGEST_NAP: Final = 500e-6
 _TICK: Final = 0.0005  # seconds between two looks of the background thread; longer while others see to the work
@@ -121,6 +122,7 @@ class Engine:
         self.draws = random.Random(0)  # for the order of grids, with the adversarial fabric
         self.rounds = 0
         self._driven = False  # a waiting thread drives
+        self._crowd = False  # several host threads wait for devices: what a kernel waits for may be theirs to launch
         self._sleepers: list[tuple[Callable[[], bool], threading.Lock]] = []
         self._alarm = threading.Event()
         self._thread: threading.Thread | None = None
@@ -144,6 +146,9 @@ class Engine:
                 self._sleep(ready)
                 continue
             self.turn.take()
+            if self._driven:  # another one was faster and has given way; it drives on
+                self.turn.give()
+                continue
             self._driven = True
             try:
                 self._drive(ready)
@@ -194,13 +199,16 @@ class Engine:
         fabric = MACHINE.fabric
         if fabric.is_adversarial and fabric.in_flight:
             fabric.land(self.draws.randint(1, 16))
-        elif stalls <= _SPINS:
+            return
+        spins = _FEW_SPINS if self._crowd else _SPINS
+        if stalls <= spins:
             os.sched_yield()
         else:
-            self.turn.news.wait(min(_NAP * (stalls - _SPINS), _LONGEST_NAP))
+            self.turn.news.wait(min(_NAP * (stalls - spins), _LONGEST_NAP))
             self.turn.news.clear()
 
     def _sleep(self, ready: Callable[[], bool]) -> None:
+        self._crowd = True
         bed = threading.Lock()
         bed.acquire()
         entry = (ready, bed)
