@@ -67,16 +67,16 @@ def eager_samples(
 
 
 def host_microseconds(rig: Rig, call: Callable[[], object], calls: int, repeats: int = 7) -> float:
-    """Host microseconds that one ``call`` takes to queue, over ``calls`` of them; the best of some repeats."""
-    best = math.inf
+    """Host microseconds to queue one ``call``: the mean over ``calls`` of them, the median of some repeats."""
+    found = []
     for _ in range(repeats):
         rig.synchronize()
         begun = time.perf_counter()
         for _ in range(calls):
             call()
-        best = min(best, (time.perf_counter() - begun) / calls * 1e6)
+        found.append((time.perf_counter() - begun) / calls * 1e6)
     rig.synchronize()
-    return best
+    return median(found)
 
 
 def slowest(host: Host, samples: list[float]) -> list[float]:
