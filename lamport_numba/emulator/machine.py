@@ -71,12 +71,19 @@ class Context:
 
 
 class _Local(threading.local):
-    """What each host thread has of its own."""
+    """What each host thread has of its own, made when it is first asked for.
 
-    def __init__(self) -> None:
-        self.stack: list[Context] = []
-        self.streams: dict[Context, Stream] = {}
-        self.capture_mode = int(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+    There is no ``__init__``: a garbage collection inside of it would run finalisers that find the object half-built.
+    """
+
+    stack: list[Context]
+    streams: dict[Context, Stream]
+    capture_mode = int(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("stack", "streams"):
+            raise AttributeError(name)
+        return self.__dict__.setdefault(name, [] if name == "stack" else {})
 
 
 class Machine:
