@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .errors import LamportWarning as LamportWarning
     from .errors import MailboxTimeout as MailboxTimeout
     from .errors import MulticastUnavailable as MulticastUnavailable
+    from .errors import PeerLeft as PeerLeft
     from .errors import PeerTimeout as PeerTimeout
     from .errors import PlatformError as PlatformError
     from .errors import PtxError as PtxError
@@ -63,6 +64,7 @@ _PUBLIC: dict[str, str] = {
     "LamportWarning": ".errors",
     "MailboxTimeout": ".errors",
     "MulticastUnavailable": ".errors",
+    "PeerLeft": ".errors",
     "PeerTimeout": ".errors",
     "PlatformError": ".errors",
     "PtxError": ".errors",

@@ -13,6 +13,7 @@ __all__ = [
     "LamportWarning",
     "MailboxTimeout",
     "MulticastUnavailable",
+    "PeerLeft",
     "PeerTimeout",
     "PlatformError",
     "PtxError",
@@ -155,6 +156,17 @@ class PeerTimeout(LamportError):
         self.call = call
         self.seconds = seconds
         self.detail = detail
+
+
+class PeerLeft(PeerTimeout):
+    """A peer abandoned the all-gather before ``call``, most often because an exception was passing there."""
+
+    def __init__(self, rank: int, call: int) -> None:
+        super().__init__(rank, call, 0.0)
+        self.args = (f"rank {rank} left before call {call}: it abandoned the all-gather; its own error says why",)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PeerLeft, (self.rank, self.call)
 
 
 class MailboxTimeout(LamportError):

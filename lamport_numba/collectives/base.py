@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import json
 import logging
 import os
-import struct
+import sys
+import warnings
 import weakref
-import zlib
-from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
 from .. import settings
 from .._version import __version__
-from ..arrays import DeviceArray, device_array
+from ..arrays import device_array
 from ..driver import Driver, select, structs
 from ..errors import CallMismatch, ClosedError, LamportError, MulticastUnavailable, SetupError, StreamError
-from ..intake import Buffer, as_buffer, byte_span
-from ..streams import InFlight, StreamOrder, as_stream, is_capturing
-from ..strided import StridedCopy, needs_copy
+from ..intake import Buffer, as_buffer
+from ..streams import LEGACY, InFlight, as_stream, is_capturing
 from ..symmetric import Communicator, choose_transport
+from .call import Header, Lane, Packer, PreparedCall, check_out, check_size, fits, has_fixed_address
 from .channel import PACK_BYTES, Channel, Plan
+from .ends import Remains, at_rest, sweep
 from .launch import Block
 from .measure import Table, measure
-from .reports import MAX_WORLD, error_of
+from .meet import Standing, disagreement, meet
+from .reports import MAX_WORLD, Report, error_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,76 +40,37 @@ __all__ = ["AllGather", "PreparedCall"]
 
 log = logging.getLogger("lamport_numba")
 
-_REMEMBERED = 8  # calls whose buffers are held, so that the same call again finds itself packed
-_TRANSPORTS = ("auto", "peer", "multicast", "measure")
-_LONGEST = 1e9  # seconds; the kernels count nanoseconds in 64 bits
+_REMEMBERED: Final = 8  # calls whose buffers are held, so that the same call again finds itself packed
+_TRANSPORTS: Final = ("auto", "peer", "multicast", "measure")
+_LONGEST: Final = 1e9  # seconds; the kernels count nanoseconds in 64 bits
+_ALARMS: Final = 1024  # words in host memory, one for each reset, so that kernels of before it are told apart
+_GRACE: Final = 0.05  # seconds between two looks at the reports: other ranks' may still be on their way
+_LOOKS: Final = 20
+_LATE: Final = 10.0  # seconds that a close waits for the others after a failure: they may be dead
+_SET: Final = memoryview(b"\1\0\0\0").cast("I")  # the alarm of an object that cannot be used
+
 _alive: weakref.WeakSet[AllGather] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for gather in _alive:
-        gather._unusable = "the process forked after it was built, and a CUDA context does not survive that"
+    for gather in list(_alive):
+        gather._forbid("the process forked after it was built, and a CUDA context does not survive that")
+
+
+def _at_exit() -> None:
+    for gather in list(_alive):
+        gather._end("the interpreter is ending")
+    sweep()
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-class PreparedCall:
-    """A call with fixed buffers: ``call()`` queues it again and returns the output. It holds its buffers.
-
-    Capture it like any launch: begin the capture of its stream, ``call()`` as often as wanted, end the capture. The
-    graph holds no buffers: keep the PreparedCall for as long as the graph is launched.
-    """
-
-    __slots__ = ("_after", "_before", "_block", "_gather", "_header", "held", "out", "stream")
-
-    def __init__(
-        self,
-        gather: AllGather,
-        block: Block,
-        out: Any,
-        *,
-        held: tuple[Any, ...],
-        header: tuple[int, int],
-        before: tuple[Callable[[], None], ...],
-        after: tuple[Callable[[], None], ...],
-    ) -> None:
-        self.out = out
-        self.held = held
-        self.stream = block.stream
-        self._gather = gather
-        self._block = block
-        self._header = header
-        self._before = before
-        self._after = after
-
-    @property
-    def plain(self) -> bool:
-        """Whether the call is its kernel alone, without copies or waits around it."""
-        return not self._before and not self._after
-
-    def __call__(self) -> Any:
-        """Queue the call. Raises what ``check`` raises, ClosedError, StreamError, DriverError."""
-        gather = self._gather
-        former = gather._enter(gather.device)
-        try:
-            if gather._unusable or gather._alarm[0] or gather._stream != self.stream:
-                gather._ready(self.stream)
-            if gather._compare:
-                gather._compare_calls(*self._header)
-            for step in self._before:
-                step()
-            self._block.launch()
-            for step in self._after:
-                step()
-        finally:
-            if former is not None:
-                gather._leave(former)
-        return self.out
+atexit.register(_at_exit)
 
 
 class AllGather:
     """An all-gather for small arrays; subclasses choose the protocol. Construction is collective over ``comm``.
+
+    One object serves one thread and one stream at a time. Close it, or use it in a ``with`` block.
 
     Args:
         comm: an mpi4py intracommunicator, or one of ``run_ranks``; it is duplicated.
@@ -127,6 +92,11 @@ class AllGather:
     """
 
     _channel: ClassVar[type[Channel]]
+    _alarm: memoryview = _SET
+    _unusable: str | None = "its construction did not complete"
+    _closed = False
+    _lane: Lane | None = None
+    _remains: Remains
 
     def __init__(
         self,
@@ -140,22 +110,23 @@ class AllGather:
         pdl: bool = True,
         compare_calls: bool | None = None,
     ) -> None:
-        self._unusable: str | None = "its construction did not complete"
-        self._closed = False
-        self._failure: LamportError | None = None
-        self._channels: dict[str, Channel] = {}
-        self._host = 0
         self._comm = Communicator(comm)
         self.rank: int = self._comm.rank
         self.world_size: int = self._comm.size
         self._drv: Driver = select().for_rank(self.rank)
+        self._reports: list[Report] | None = None  # once the device has reported
+        self._told = False  # the caller knows
+        self._epoch = 0  # how often it was reset
+        self._resettable = False
+        self._start_counting()
         try:
             self._construct(rank_capacity_bytes, device, transport, timeout, share_device, pdl, compare_calls)
-        except BaseException:
-            self._release(collective=False)
+        except BaseException as error:
+            self._fail_construction(error)
             raise
-        self._unusable = None
         _alive.add(self)
+        self._finalizer = weakref.finalize(self, Remains.leave, self._remains, 0.2)
+        self._finalizer.atexit = False  # _at_exit comes first
 
     def _construct(
         self,
@@ -190,31 +161,31 @@ class AllGather:
             f"{type(self).__name__} of lamport-numba {__version__}: rank_capacity_bytes={self.rank_capacity_bytes}, "
             f"transport={transport!r}, timeout={self.timeout:g}, pdl={self._pdl}, compare_calls={self._compare}"
         )
-        self._stream: int | None = None
-        self._captured = False
-        self._calls = 0
         self._remembered: dict[tuple[int, int, Any], PreparedCall] = {}
-        self._codes: dict[tuple[str, tuple[int, ...]], int] = {}
         self._enter, self._leave = self._drv.enter, self._drv.leave
-        self._strided: StridedCopy | None = None
         self._asked = transport
         self._table: Table = {}
-        with self._drv.current(self.device):
+        self._remains = Remains(self._drv, self.device)
+        with self._drv.current(self.device), self._drv.relaxed():
+            sweep()
             flags = structs.CU_MEMHOSTALLOC_PORTABLE | structs.CU_MEMHOSTALLOC_DEVICEMAP
-            self._host = int(self._drv.call("cuMemHostAlloc", 64, flags))
-            self._alarm = memoryview((ctypes.c_uint32 * 16).from_address(self._host)).cast("B").cast("I")
+            with self._comm.step("allocate the alarm"):
+                host = self._remains.host = int(self._drv.call("cuMemHostAlloc", 4 * _ALARMS, flags))
+                self._alarms = memoryview((ctypes.c_uint32 * _ALARMS).from_address(host)).cast("B").cast("I")
             self._in_flight = InFlight(self._drv)
-            self._order = StreamOrder(self._drv)
+            self._packer = Packer(self._drv, self.device, self._launch_of)
             self._open_channels()
 
     def _open_channels(self) -> None:
-        self._alarm[0] = 0
+        """Build the channels and become usable."""
+        word = self._epoch % _ALARMS
+        self._alarms[word] = 0
         plan = Plan(
             capacity=self.rank_capacity_bytes // PACK_BYTES,
             timeout=self.timeout,
             share_device=self._share,
             pdl=self._pdl,
-            host_alarm=self._host,
+            host_alarm=self._remains.host + 4 * word,
         )
         for transport in self._candidates():
             try:
@@ -228,8 +199,15 @@ class AllGather:
         self._table = {self.rank_capacity_bytes: next(iter(self._channels))}
         if len(self._channels) > 1:
             self._table = measure(self._comm, self._drv, self.device, self._channels, self.rank_capacity_bytes)
-            for unused in set(self._channels) - set(self._table.values()):
-                self._channels.pop(unused).close()
+            for unused in sorted(set(self._channels) - set(self._table.values())):
+                self._channels[unused].close()
+                del self._channels[unused]
+        self._unusable = None
+        self._alarm = self._alarms[word : word + 1]
+
+    @property
+    def _channels(self) -> dict[str, Channel]:
+        return self._remains.channels
 
     def _candidates(self) -> list[str]:
         """The transports to build, the same on all ranks."""
@@ -254,6 +232,16 @@ class AllGather:
                 step="compare the arguments",
             )
 
+    def _fail_construction(self, error: BaseException) -> None:
+        if hasattr(self, "_remains"):
+            self._remains.leave()
+        self._forbid("its construction did not complete")
+        self._closed = True
+        if isinstance(error, Exception) and self._comm.healthy:
+            self._comm.free()  # all ranks know of the error, and raise too
+        else:
+            self._give_up(f"{type(error).__name__}: {error}")
+
     # The call
 
     @property
@@ -263,10 +251,7 @@ class AllGather:
 
     def accepts(self, array: Any) -> bool:
         """Whether ``array`` has a size that can be gathered: up to the capacity, a multiple of the channel's unit."""
-        return self._fits(as_buffer(array, self._drv).nbytes)
-
-    def _fits(self, nbytes: int) -> bool:
-        return 0 < nbytes <= self.rank_capacity_bytes and nbytes % self._channel.unit == 0
+        return fits(as_buffer(array, self._drv).nbytes, self.rank_capacity_bytes, self._channel.unit)
 
     def __call__(self, array: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Gather ``array`` of every rank: dim 0 concatenated in rank order, same dtype. Asynchronous on ``stream``.
@@ -277,7 +262,7 @@ class AllGather:
                 not aligned to 16 bytes is copied first, on the stream.
             out: a contiguous device array of shape (world * n, ...) and the same dtype, or None for a new one. It may
                 hold ``array`` exactly at this rank's part.
-            stream: None (the default stream), an int, or a stream object.
+            stream: None (the default stream), an int, or a stream object; it must live until ``close``.
 
         Returns:
             ``out``, or a new device array.
@@ -287,17 +272,20 @@ class AllGather:
                 but the call counts: the other ranks' next call shows that this one refused.
             TypeError: not a device array, or a dtype that is no plain number.
             PeerTimeout, CallMismatch: what an earlier call has reported; see ``check``.
-            ClosedError, StreamError, DriverError.
+            StreamError: a call on another stream is not over.
+            ClosedError, DriverError.
         """
         if out is not None:
             known = self._remembered.get((id(array), id(out), stream))
             if known is not None:
                 return known()
+        if self._alarm[0]:
+            self._check_usable()
         with self._drv.current(self.device):
             call = self._prepare(array, out, stream)
             result = call()
             if is_capturing(self._drv, call.stream):
-                self._captured = True
+                self._remains.captured = True
                 self._in_flight.hold_captured(call)
             elif out is not None and call.plain and has_fixed_address(array) and has_fixed_address(out):
                 self._remember((id(array), id(out), stream), call)
@@ -310,6 +298,8 @@ class AllGather:
 
         The arguments and what is raised are those of a call.
         """
+        self._check_usable()
+        self._remains.captured = True  # as far as we can know
         with self._drv.current(self.device):
             return self._prepare(array, out, stream)
 
@@ -321,112 +311,55 @@ class AllGather:
         self._remembered[key] = call
 
     def _prepare(self, array: Any, out: Any, stream: Any) -> PreparedCall:
-        self._check_usable()
-        handle = self._stream or 0
         try:
-            handle = as_stream(stream)
-            capturing = is_capturing(self._drv, handle)
-            take = partial(as_buffer, drv=self._drv, device=self.device, stream=handle, capturing=capturing)
+            lane = self._lane_of(stream)
+            capturing = is_capturing(self._drv, lane.stream)
+            take = partial(as_buffer, drv=self._drv, device=self.device, stream=lane.stream, capturing=capturing)
             source = take(array)
-            self._check_size(source)
+            check_size(self.rank, source, self.rank_capacity_bytes, self._channel.unit)
             shape = (self.world_size * source.shape[0], *source.shape[1:]) if source.shape else (self.world_size,)
             if out is None:
                 out = device_array(shape, source.dtype, device=self.device, drv=self._drv)
             target = take(out, writable=True, name="out")
-            self._check_out(source, target, shape)
-        except (TypeError, ValueError):
-            self._count_refusal(handle)
+            check_out(self.rank, source, target, shape)
+        except (TypeError, ValueError) as error:
+            self._count_refusal(error)
             raise
         self._check_dtype(source)
-        return self._pack(source, target, array, out, handle)
+        return self._packer.pack(self, lane, source, target, array, out)
 
-    def _pack(self, source: Buffer, target: Buffer, array: Any, out: Any, stream: int) -> PreparedCall:
-        held: list[Any] = [array, out]
-        before: list[Callable[[], None]] = []
-        after: list[Callable[[], None]] = []
-        producers = {buffer.stream for buffer in (source, target)} - {None, stream}
-        before += [partial(self._order.after, producer, stream) for producer in producers]
-        address, into = source.address, target.address
-        if needs_copy(source):
-            copy = device_array(source.nbytes, "u1", device=self.device, drv=self._drv)
-            address = as_buffer(copy, self._drv).address
-            before.append(partial(self._copier(), source, address, stream))
-            held.append(copy)
-        if into % PACK_BYTES:
-            scratch = device_array(target.nbytes, "u1", device=self.device, drv=self._drv)
-            into = as_buffer(scratch, self._drv).address
-            after.append(partial(self._drv.call, "cuMemcpyDtoDAsync", target.address, into, target.nbytes, stream))
-            held.append(scratch)
-        code = self._code(source)
-        block = self._channel_for(source.nbytes).block(address, into, source.nbytes, code, stream)
-        return PreparedCall(
-            self, block, out, held=tuple(held), header=(source.nbytes, code), before=tuple(before), after=tuple(after)
-        )
+    def _lane_of(self, stream: Any) -> Lane:
+        handle = as_stream(stream)
+        now = self._lane
+        return now if now is not None and now.stream == handle else Lane(handle, self._epoch, stream)
 
-    def _copier(self) -> StridedCopy:
-        if self._strided is None:
-            self._strided = StridedCopy(self._drv, self.device)
-        return self._strided
-
-    def _channel_for(self, nbytes: int) -> Channel:
-        return self._channels[next(transport for limit, transport in self._table.items() if nbytes <= limit)]
-
-    def _code(self, source: Buffer) -> int:
-        """31 bits that stand for dtype and shape in the header that the ranks compare."""
-        key = (source.dtype.str, source.shape)
-        code = self._codes.get(key)
-        if code is None:
-            code = self._codes[key] = zlib.crc32(repr(key).encode()) & 0x7FFFFFFF
-        return code
-
-    def _check_size(self, source: Buffer) -> None:
-        unit = self._channel.unit
-        if not self._fits(source.nbytes):
-            raise ValueError(
-                f"rank {self.rank}: an array of {source.nbytes} bytes cannot be gathered; "
-                f"expected a multiple of {unit} from {unit} to the capacity of {self.rank_capacity_bytes} bytes"
-            )
-
-    def _check_out(self, source: Buffer, target: Buffer, shape: tuple[int, ...]) -> None:
-        mine = f"rank {self.rank}: out= "
-        if target.dtype != source.dtype:
-            raise ValueError(f"{mine}has dtype {target.dtype}; expected {source.dtype}, that of the array")
-        if target.shape != shape:
-            raise ValueError(f"{mine}has shape {target.shape}; expected {shape}")
-        if target.strides is not None:
-            raise ValueError(f"{mine}is not contiguous (strides {target.strides}); pass a contiguous array or none")
-        part = target.address + self.rank * source.nbytes
-        low, high = byte_span(source.shape, source.strides, source.dtype.itemsize)
-        apart = source.address + high <= target.address or target.address + target.nbytes <= source.address + low
-        if not apart and (source.strides is not None or source.address != part):
-            raise ValueError(
-                f"{mine}overlaps the array; it may hold the array exactly at this rank's part, "
-                f"byte {part - target.address}, or not at all"
-            )
+    def _launch_of(self, source: int, target: int, nbytes: int, code: int, stream: int) -> Block:
+        transport = next(name for limit, name in self._table.items() if nbytes <= limit)
+        return self._channels[transport].block(source, target, nbytes, code, stream)
 
     def _check_dtype(self, source: Buffer) -> None:
         """For protocols that some dtypes do not survive."""
 
-    def _compare_calls(self, nbytes: int, code: int) -> None:
-        mine = struct.pack("<QQI", self._calls, nbytes, code)
+    def _compare_calls(self, header: Header | None, refused: str | None = None) -> None:
+        """Before a call, over MPI: do all ranks mean the same? A rank that refuses its call says so here."""
+        mine = {"call": self._calls, "refused": refused, **(asdict(header) if header is not None else {})}
         self._calls += 1
-        said = [struct.unpack("<QQI", text) for text in self._comm.all_gather(mine, "compare a call")]
-        if len(set(said)) > 1:
-            rows = "; ".join(
-                f"rank {r}: call {call} of {size} bytes, dtype and shape {key:#010x}"
-                for r, (call, size, key) in enumerate(said)
-            )
+        said = [json.loads(text) for text in self._comm.all_gather(json.dumps(mine).encode(), "compare a call")]
+        if refused is None and any(one != said[0] for one in said):
+            rows = "; ".join(f"rank {rank}: {_told(one)}" for rank, one in enumerate(said))
             raise CallMismatch(f"ranks disagree about a call, and it was not made: {rows}", call=self._calls - 1)
 
-    def _count_refusal(self, stream: int) -> None:
-        # The other ranks' next call shows by its number that this rank refused one. The count follows the calls before
-        # it on their stream, and is waited for with them.
-        if self._stream is None:
-            self._stream = stream
-        for channel in self._channels.values():
-            if not is_capturing(self._drv, self._stream):
-                channel.skip(self._stream)
-        self._calls += 1
+    def _count_refusal(self, error: Exception) -> None:
+        """Let the others' next call show that this rank refused one."""
+        self._refusals += 1
+        if self._compare:
+            self._compare_calls(None, f"{type(error).__name__}: {error}")
+            return
+        stream = 0 if self._lane is None else self._lane.stream  # where the calls before it are
+        if not is_capturing(self._drv, stream):
+            self._remains.stream = stream
+            for channel in self._channels.values():
+                channel.skip(stream)
 
     # What the device reports
 
@@ -435,101 +368,134 @@ class AllGather:
 
         Synchronise the stream first to learn about all calls so far. The report is raised again until ``reset``.
         """
+        self._check_usable()
         with self._drv.current(self.device):
-            self._check_usable()
-            if self._alarm[0] or any(channel.alarmed() for channel in self._channels.values()):
-                self._raise_reported()
+            if any(channel.alarmed() for channel in self._channels.values()):
+                raise self._reported()
+            if self._remains.parked and any(self._alarms):
+                raise LamportError(
+                    f"rank {self.rank}: a call of before the reset was launched, by a graph perhaps, and left at once; "
+                    "capture graphs anew after a reset"
+                )
 
     def _check_usable(self) -> None:
         if self._unusable:
             raise ClosedError(f"rank {self.rank}: this {type(self).__name__} cannot be used: {self._unusable}")
-        if self._failure is not None:
-            raise self._failure
-        if self._alarm[0]:
-            self._raise_reported()
+        if self._reports is not None or self._alarm[0]:
+            raise self._reported()
 
-    def _ready(self, stream: int) -> None:
+    def _ready(self, lane: Lane) -> None:
         """All that keeps a call from being queued, off the fast path."""
         self._check_usable()
-        if self._stream is not None and self._stream != stream:
-            self._check_left(self._stream, stream)
-        self._stream = stream
+        if lane.epoch != self._epoch:
+            raise ClosedError(f"rank {self.rank}: this call was prepared before the reset; prepare it anew")
+        former = self._lane
+        if former is not None and (former.stream or LEGACY) != (lane.stream or LEGACY):
+            self._check_left(former.stream, lane.stream)
+        self._lane = lane
+        self._remains.stream = lane.stream
 
     def _check_left(self, former: int, stream: int) -> None:
         """Two calls of one object never overlap: a stream is left only when its work is done."""
-        code = self._drv.api.cuStreamQuery(former)[0]
-        if code == structs.CUresult.CUDA_ERROR_NOT_READY:
-            raise StreamError(
-                f"rank {self.rank}: a call on stream {stream:#x} while stream {former:#x} still has work; calls of one "
-                f"{type(self).__name__} must not overlap: synchronise the old stream first, or "
-                "make another object for the new one"
-            )
+        api = self._drv.api
+        with self._drv.current(self.device), self._drv.relaxed():
+            code, *status = api.cuStreamIsCapturing(former)
+            if code or status[0] != structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+                return  # what is captured does not run yet, and a stream must not be asked while it is captured
+            if api.cuStreamQuery(former)[0] == structs.CUresult.CUDA_ERROR_NOT_READY:
+                raise StreamError(
+                    f"rank {self.rank}: a call on stream {stream:#x} while stream {former:#x} still has work; calls of "
+                    f"one {type(self).__name__} must not overlap: synchronise the old stream first, or make another "
+                    "object for the new one"
+                )
 
-    def _raise_reported(self) -> None:
+    def _reported(self) -> LamportError:
+        """What the device has reported, as a new exception each time; the first time it waits for late reports."""
         self._alarm[0] = 1
-        if self._failure is None:
-            reports = [report for channel in self._channels.values() for report in channel.reports()]
-            self._failure = error_of(sorted(reports), self.rank)
-        raise self._failure
+        if self._reports is None:
+            with self._drv.current(self.device):
+                found = self._found()
+                for _ in range(_LOOKS):
+                    self._comm.sleep(_GRACE)
+                    before, found = found, self._found()
+                    if found and found == before:
+                        break
+            self._reports = found
+        self._told = True
+        return error_of(self._reports, self.rank)
+
+    def _found(self) -> list[Report]:
+        return sorted(report for channel in self._channels.values() for report in channel.reports())
 
     # Ends
 
     def reset(self) -> None:
         """After a report: a new start with fresh mailboxes. Collective over all ranks.
 
-        Calls that are still queued complete or fail first. Graphs captured before it must not be launched again. Raises
-        SetupError or RendezvousTimeout if the ranks do not all come.
+        Calls that are still queued complete or fail first. Prepared calls and graphs of before it must be made anew.
+        Raises SetupError or RendezvousTimeout if the ranks do not all come.
         """
-        if self._unusable:
+        if self._unusable and not self._resettable:
             raise ClosedError(f"rank {self.rank}: this {type(self).__name__} cannot be reset: {self._unusable}")
         with self._drv.current(self.device):
-            self._forget_calls()
-            self._comm.barrier("reset")
-            self._unusable = "its reset did not complete"
-            channels, self._channels = self._channels, {}
-            for channel in channels.values():
-                channel.close()
-            self._failure = None
-            self._stream = None
-            self._calls = 0
+            if not self._resettable:
+                ranks = self._come_to_rest("reset", None)
+                self._forbid("its reset did not complete; call reset() again or close()")
+                self._resettable = True
+                self._keep_for_old_graphs = any(rank.captured for rank in ranks)
+            remains = self._remains
+            for name in list(self._channels):
+                if self._keep_for_old_graphs:
+                    self._channels[name].silence()
+                    remains.parked.append(self._channels[name])
+                else:
+                    self._channels[name].close()
+                del self._channels[name]
+            remains.captured = False
+            self._alarms[self._epoch % _ALARMS] = 0
+            self._epoch += 1
+            self._reports, self._told = None, False
+            self._start_counting()
             self._open_channels()
-            self._unusable = None
+            self._resettable = False
 
     def close(self) -> None:
-        """Free everything; collective, idempotent. Waits for this rank's calls first.
+        """Free everything; collective, idempotent. Waits for the calls of all ranks first.
 
         Raises PeerTimeout or CallMismatch if the device has reported what nobody has been told yet; CallMismatch if
         the ranks made different numbers of calls; RendezvousTimeout if a rank does not come (what is local is freed
-        all the same).
+        all the same). After a failure that was told it waits for the others for a moment only and raises nothing.
         """
         if self._closed:
             return
         if self._unusable:
-            self._release(collective=False)
+            self._end(self._unusable)
             return
-        told = self._failure is not None
         pending: LamportError | None = None
-        with self._drv.current(self.device):
-            try:
-                self._forget_calls()
-                self._comm.barrier("close")
-                if any(channel.alarmed() for channel in self._channels.values()):
-                    try:
-                        self._raise_reported()
-                    except LamportError as report:
-                        pending = None if told else report
-                else:
-                    pending = self._different_numbers_of_calls()
-                self._release(collective=True)
-            except BaseException:
-                self._release(collective=False)
-                raise
-        if pending is not None:
+        told = self._told
+        try:
+            with self._drv.current(self.device):
+                pending = self._verdict(self._come_to_rest("close", _LATE if told else None))
+                self._remains.close()
+                self._in_flight.close(wait=False)
+                self._packer.close()
+        except BaseException as error:
+            pending = self._own_report() if not told and isinstance(error, SetupError) else None
+            self._end("it closed without the others")
+            if pending is not None:
+                raise pending from error
+            if told and isinstance(error, SetupError):
+                log.info("rank %d: closed alone after a failure: %s", self.rank, error)
+                return
+            raise
+        self._forget("it is closed")
+        self._comm.free()
+        if pending is not None and not told:
             raise pending
 
     def abandon(self) -> None:
-        """Free what can be freed without the other ranks. They learn of it by their deadlines."""
-        self._release(collective=False)
+        """Leave without the others, and tell them: their calls fail at once. Frees what can be freed; idempotent."""
+        self._end("it was abandoned", tell=True)
 
     def __enter__(self) -> Self:
         return self
@@ -539,48 +505,105 @@ class AllGather:
     ) -> None:
         if kind is None:
             self.close()
-        else:
-            self.abandon()  # the others may never come to a collective close
+        else:  # the others may never come to a collective close
+            self._end(f"it was abandoned while an exception was passing: {kind.__name__}: {error}", tell=True)
 
-    def _different_numbers_of_calls(self) -> CallMismatch | None:
-        mine = sum(channel.calls() for channel in self._channels.values())
-        said = [
-            int.from_bytes(text, "little")
-            for text in self._comm.all_gather(mine.to_bytes(8, "little"), "compare the numbers of calls")
-        ]
-        if len(set(said)) == 1:
-            return None
-        rows = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(said))
-        return CallMismatch(f"ranks made different numbers of calls ({rows})", call=min(said))
+    def __del__(self) -> None:
+        if not self._closed and self._unusable is None and not sys.is_finalizing():
+            warnings.warn(f"unclosed {type(self).__name__} of rank {self.rank}", ResourceWarning, 2, self)
 
-    def _forget_calls(self) -> None:
-        """Wait for the calls of this rank; their deadlines bound it."""
-        if self._captured:
-            self._drv.call("cuCtxSynchronize")  # a graph may run on any stream
-        elif self._stream is not None:
-            self._drv.call("cuStreamSynchronize", self._stream)
+    def _come_to_rest(self, stage: str, timeout: float | None) -> list[Standing]:
+        """Wait for all ranks' calls, which their deadlines bound, or stop them once they cannot complete."""
+        ranks = list(meet(self._comm, stage, self._standing, timeout))
+        if not ranks[self.rank].at_rest:
+            for channel in self._channels.values():
+                channel.silence()
+            while not self._at_rest():
+                self._comm.sleep(1e-3)
         self._remembered.clear()
-        self._in_flight.close()
+        self._in_flight.collect()
+        return ranks
 
-    def _release(self, *, collective: bool) -> None:
-        """Free everything, half-built objects included; each thing once."""
-        self._closed = True
-        self._unusable = self._unusable or "it is closed"
-        channels, self._channels = self._channels, {}
-        host, self._host = self._host, 0
-        if channels or host:
+    def _at_rest(self) -> bool:
+        stream = self._remains.stream
+        if stream is not None and not at_rest(self._drv, stream):
+            return False
+        if self._remains.captured:
+            self._drv.call("cuCtxSynchronize")  # a graph may run on any stream
+        return True
+
+    def _standing(self) -> Standing:
+        rests = self._at_rest()  # before the rest is read
+        progress = [channel.progress() for channel in self._channels.values()]
+        return Standing(
+            at_rest=rests,
+            calls=sum(calls for calls, _ in progress),
+            waiting=any(waiting for _, waiting in progress),
+            refusals=self._refusals,
+            captured=self._remains.captured,
+            alarmed=any(channel.alarmed() for channel in self._channels.values()),
+        )
+
+    def _verdict(self, ranks: list[Standing]) -> LamportError | None:
+        if any(rank.alarmed for rank in ranks):
+            return self._reported()
+        text = disagreement(ranks)
+        return None if text is None else CallMismatch(text, call=min(rank.calls for rank in ranks))
+
+    def _own_report(self) -> LamportError | None:
+        """What this rank's device has reported, for a close that the others do not join."""
+        try:
             with self._drv.current(self.device):
-                for channel in channels.values():
-                    channel.close() if collective else channel.abandon()
-                if host:
-                    self._alarm = memoryview(bytearray(64)).cast("I")
-                    self._drv.call("cuMemFreeHost", host)
-        self._comm.free() if collective else self._comm.give_up("it closed without the others")
+                alarmed = any(channel.alarmed() for channel in self._channels.values())
+                return self._reported() if alarmed else None
+        except LamportError:
+            return None
+
+    def _start_counting(self) -> None:
+        self._lane = None
+        self._calls = 0
+        self._refusals = 0
+
+    def _end(self, why: str, *, tell: bool = False) -> None:
+        """Leave without the others; never raises."""
+        if self._closed:
+            return
+        if tell and self._unusable is None:
+            try:
+                with self._drv.current(self.device), self._drv.relaxed():
+                    for channel in self._channels.values():
+                        channel.tell_left()
+            except Exception as error:
+                log.debug("rank %d could not tell the others that it leaves: %s", self.rank, error)
+        self._forbid(why)
+        self._remains.held = (self._remembered, self._in_flight)
+        self._remains.leave()
+        self._forget(why)
+        self._give_up(why)
+
+    def _forget(self, why: str) -> None:
+        self._forbid(why)
+        self._closed = True
+        self._remembered = {}
+        self._finalizer.detach()
+        _alive.discard(self)
+
+    def _forbid(self, why: str) -> None:
+        """From now on every call raises ClosedError."""
+        self._unusable = why
+        self._alarm = _SET
+        self._resettable = False
+
+    def _give_up(self, why: str) -> None:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is None or not mpi.Is_finalized():
+            self._comm.give_up(why)
 
 
-def has_fixed_address(array: Any) -> bool:
-    """Whether the object can never come to mean other memory: true of our device arrays and of numba's."""
-    return isinstance(array, DeviceArray) or type(array).__name__ == "DeviceNDArray"
+def _told(said: dict[str, Any]) -> str:
+    if said["refused"]:
+        return f"refused call {said['call']} ({said['refused']})"
+    return f"call {said['call']} of {said['nbytes']} bytes, dtype {said['dtype']}, shape {tuple(said['shape'])}"
 
 
 def _check_arguments(capacity: Any, transport: str, timeout: Any, world_size: int) -> None:

@@ -15,13 +15,14 @@ from ..driver import Driver, structs
 from ..symmetric.communicator import Communicator
 from ..symmetric.memory import SymmetricMemory
 from .launch import Block, Kernel, load, wide
-from .reports import CONTROL_BYTES, Report, control_bytes, error_of, parse
+from .reports import CONTROL_BYTES, Report, control_bytes, error_of, left, parse, report_offset
 
 __all__ = ["Channel", "LamportChannel", "Plan"]
 
 PACK_BYTES = 16
 SENTINEL = 0x80000000
 _WARP = 32
+_NO_CALL = 0xFFFFFFFF  # the number of the current call before there is one
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,10 @@ class Channel:
         """How many calls the device has completed or counted. Waits for nothing: synchronise first."""
         raise NotImplementedError
 
+    def progress(self) -> tuple[int, bool]:
+        """``calls()``, and whether one more is certainly under way."""
+        return self.calls(), False
+
     def restart_calls(self) -> None:
         """Count the calls from 0 again; none is under way."""
         raise NotImplementedError
@@ -157,6 +162,25 @@ class Channel:
     def reports(self) -> list[Report]:
         """What the ranks have reported, the root cause first."""
         return parse(self.read(self.memory.local, control_bytes(self.world)), self.world, self.unit)
+
+    def silence(self) -> None:
+        """Set this rank's alarm, so that its kernels leave soon; nobody else is told."""
+        if self._side is not None:
+            self.drv.call("cuMemsetD32Async", self.memory.local, 1, 1, self._side)
+            self.drv.call("cuStreamSynchronize", self._side)
+
+    def tell_left(self) -> None:
+        """Report to every other rank that this one leaves, and set their alarms, unless they know of a failure."""
+        if self._side is None or self.alarmed():
+            return
+        report = left(self.rank, self.calls())
+        peers = [self.memory.address(rank) for rank in range(self.world) if rank != self.rank]
+        for peer in peers:
+            self.drv.call("cuMemcpyHtoDAsync", peer + report_offset(self.rank), report, len(report), self._side)
+        self.drv.call("cuStreamSynchronize", self._side)  # no alarm before its report
+        for peer in peers:
+            self.drv.call("cuMemsetD32Async", peer, 1, 1, self._side)
+        self.drv.call("cuStreamSynchronize", self._side)
 
     def limit(self, kernel: Kernel, threads: int) -> int:
         """How many CTAs of ``threads`` threads a grid of this rank may have, so that all of it is resident at once."""
@@ -185,6 +209,20 @@ class Channel:
         """Free what can be freed without the peers."""
         self._free()
         self.memory.abandon()
+
+    def leave(self) -> None:
+        """As ``abandon``, but peers may still run calls: a store of theirs through the multicast address must find our
+        memory bound, so that stays for the life of the process.
+        """
+        if self.transport == "multicast" and self.world > 1:
+            self.keep()
+        else:
+            self.abandon()
+
+    def keep(self) -> None:
+        """Give nothing back before the process ends: kernels of ours may still run."""
+        self.state, self._side = 0, None
+        self.memory.keep()
 
     def _free(self) -> None:
         state, self.state = self.state, 0
@@ -270,11 +308,16 @@ class LamportChannel(Channel):
         Block(self._skip, parameters, grid=(1, 1), threads=_WARP, stream=stream, pdl=False).launch()
 
     def calls(self) -> int:
-        words = self.read(self._calls_address, 4 * self.world)
-        return max(int.from_bytes(words[i : i + 4], "little") for i in range(0, len(words), 4))
+        return self.progress()[0]
+
+    def progress(self) -> tuple[int, bool]:
+        *calls, current = memoryview(self.read(self._calls_address, 4 * (self.world + 1))).cast("I")
+        completed = min(count for source, count in enumerate(calls) if source != self.rank or self.world == 1)
+        return completed, current == completed
 
     def restart_calls(self) -> None:
-        self.drv.call("cuMemsetD32Async", self._calls_address, 0, self.world + 1, self._side)
+        self.drv.call("cuMemsetD32Async", self._calls_address, 0, self.world, self._side)
+        self.drv.call("cuMemsetD32Async", self._calls_address + 4 * self.world, _NO_CALL, 1, self._side)
         self.drv.call("cuStreamSynchronize", self._side)
 
     def residue(self) -> list[int]:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from ..errors import CallMismatch, LamportError, PeerTimeout
+from ..errors import CallMismatch, LamportError, PeerLeft, PeerTimeout
 
-__all__ = ["CONTROL_BYTES", "MAX_WORLD", "Report", "control_bytes", "error_of", "parse"]
+__all__ = ["CONTROL_BYTES", "MAX_WORLD", "Report", "control_bytes", "error_of", "left", "parse", "report_offset"]
 
 MAX_WORLD = 72  # a rack of NVL72: so many reports lie before the mailbox
 CONTROL_BYTES = 8192  # where the mailbox begins
 _FIRST_REPORT = 64
 _REPORT = struct.Struct("<16I")
-_TIMEOUT, _MISMATCH = 1, 2
+_TIMEOUT, _MISMATCH, _LEFT = 1, 2, 3
 
 
 @dataclass(frozen=True, order=True)
@@ -42,13 +42,23 @@ def control_bytes(world_size: int) -> int:
     return _FIRST_REPORT + _REPORT.size * world_size
 
 
+def report_offset(reporter: int) -> int:
+    """Where the report of a rank lies in every control block."""
+    return _FIRST_REPORT + _REPORT.size * reporter
+
+
+def left(rank: int, call: int) -> bytes:
+    """The report of a rank that leaves before ``call``."""
+    return _REPORT.pack(_LEFT, rank, call & 0x7FFFFFFF, *[0] * 13)
+
+
 def parse(control: bytes, world_size: int, unit: int = 16) -> list[Report]:
     """The reports in a control block, the root cause first. ``unit`` is what the kernel counts sizes in, in bytes."""
     found = []
     for reporter in range(world_size):
-        words = _REPORT.unpack_from(control, _FIRST_REPORT + _REPORT.size * reporter)
+        words = _REPORT.unpack_from(control, report_offset(reporter))
         kind, source, call, pack, generation, milliseconds, size, code = words[:8]
-        if kind in (_TIMEOUT, _MISMATCH):
+        if kind in (_TIMEOUT, _MISMATCH, _LEFT):
             mine, theirs = (call & 0x7FFFFFFF, size * unit, code), (words[8], words[9] * unit, words[10])
             found.append(Report(call, source, reporter, kind, pack, generation, milliseconds, mine, theirs))
     return sorted(found)
@@ -61,6 +71,8 @@ def error_of(reports: list[Report], rank: int) -> LamportError:
             f"rank {rank}: the alarm of this all-gather is set and no rank has left a report; reset() it"
         )
     first = reports[0]
+    if first.kind == _LEFT:
+        return PeerLeft(first.source, first.call)
     if first.kind == _TIMEOUT:
         return PeerTimeout(
             first.source,

@@ -159,6 +159,11 @@ class Communicator:
         hosts = self.agree("host", boot_id())
         return hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
 
+    @property
+    def healthy(self) -> bool:
+        """Whether all ranks are in step, as far as this one knows."""
+        return self._over is None and not self._freed
+
     def give_up(self, reason: str) -> None:
         """Tell the others, without waiting, that this rank leaves; they raise SetupError at their next stage."""
         if self._over is None and not self._freed and os.getpid() == self._pid:

@@ -131,6 +131,11 @@ class SymmetricMemory:
         self._ledger.abandon()
         self._finalizer.detach()
 
+    def keep(self) -> None:
+        """Leave everything as it is until the process ends: something may still use the memory. Idempotent."""
+        self._closed = True
+        self._finalizer.detach()
+
     def _check(self) -> None:
         if self._closed:
             raise ClosedError("the symmetric memory was closed")

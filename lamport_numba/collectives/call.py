@@ -1,0 +1,197 @@
+"""One call of an all-gather: its arguments checked, packed once, queued as often as wanted."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..arrays import DeviceArray, device_array
+from ..driver import Driver
+from ..intake import Buffer, as_buffer, byte_span
+from ..streams import StreamOrder
+from ..strided import StridedCopy, needs_copy
+from .channel import PACK_BYTES
+from .launch import Block
+
+if TYPE_CHECKING:
+    from .base import AllGather
+
+__all__ = ["Header", "Lane", "Packer", "PreparedCall", "check_out", "check_size", "fits", "has_fixed_address"]
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """Where an object's calls run. Compared by identity."""
+
+    stream: int
+    epoch: int  # how many resets there had been
+    owner: Any  # the stream object that the caller passed: its stream lives for as long as it does
+
+
+@dataclass(frozen=True)
+class Header:
+    """What all ranks must agree about in a call; the kernels compare ``nbytes`` and ``code``."""
+
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def code(self) -> int:
+        """31 bits that stand for dtype and shape."""
+        return zlib.crc32(repr((self.dtype, self.shape)).encode()) & 0x7FFFFFFF
+
+
+class PreparedCall:
+    """A call with fixed buffers: ``call()`` queues it again and returns the output. It holds its buffers.
+
+    Capture it like any launch: begin the capture of its stream, ``call()`` as often as wanted, end the capture. The
+    graph holds no buffers: keep the PreparedCall for as long as the graph is launched. After a ``reset`` prepare it
+    anew.
+    """
+
+    __slots__ = ("_after", "_before", "_block", "_gather", "_header", "_lane", "held", "out")
+
+    def __init__(
+        self,
+        gather: AllGather,
+        lane: Lane,
+        block: Block,
+        out: Any,
+        *,
+        held: tuple[Any, ...],
+        header: Header,
+        before: tuple[Callable[[], None], ...],
+        after: tuple[Callable[[], None], ...],
+    ) -> None:
+        self.out = out
+        self.held = held
+        self._gather = gather
+        self._lane = lane
+        self._block = block
+        self._header = header
+        self._before = before
+        self._after = after
+
+    @property
+    def stream(self) -> int:
+        """The handle of the stream that the call is queued on."""
+        return self._lane.stream
+
+    @property
+    def plain(self) -> bool:
+        """Whether the call is its kernel alone, without copies or waits around it."""
+        return not self._before and not self._after
+
+    def __call__(self) -> Any:
+        """Queue the call. Raises what ``check`` raises, ClosedError, StreamError, DriverError."""
+        gather = self._gather
+        if gather._alarm[0] or gather._lane is not self._lane:
+            gather._ready(self._lane)
+        former = gather._enter(gather.device)
+        try:
+            if gather._compare:
+                gather._compare_calls(self._header)
+            for step in self._before:
+                step()
+            self._block.launch()
+            for step in self._after:
+                step()
+        finally:
+            if former is not None:
+                gather._leave(former)
+        return self.out
+
+
+class Packer:
+    """Turns checked buffers into packed launches, with the copies and waits that some arrays need around them."""
+
+    def __init__(self, drv: Driver, device: int, launch: Callable[[int, int, int, int, int], Block]) -> None:
+        self._drv = drv
+        self._device = device
+        self._launch = launch  # (source, target, nbytes, code, stream) -> Block
+        self._order = StreamOrder(drv)
+        self._strided: StridedCopy | None = None
+        self._headers: dict[tuple[str, tuple[int, ...]], tuple[Header, int]] = {}
+
+    def pack(self, gather: AllGather, lane: Lane, source: Buffer, target: Buffer, array: Any, out: Any) -> PreparedCall:
+        """A call that gathers ``source`` into ``target`` on the lane; it holds ``array`` and ``out``."""
+        held: list[Any] = [array, out]
+        after: list[Callable[[], None]] = []
+        stream = lane.stream
+        producers = {buffer.stream for buffer in (source, target)} - {None, stream}
+        before: list[Callable[[], None]] = [partial(self._order.after, producer, stream) for producer in producers]
+        address, into = source.address, target.address
+        if needs_copy(source):
+            copy = device_array(source.nbytes, "u1", device=self._device, drv=self._drv)
+            address = as_buffer(copy, self._drv).address
+            before.append(partial(self._copier(), source, address, stream))
+            held.append(copy)
+        if into % PACK_BYTES:
+            scratch = device_array(target.nbytes, "u1", device=self._device, drv=self._drv)
+            into = as_buffer(scratch, self._drv).address
+            after.append(partial(self._drv.call, "cuMemcpyDtoDAsync", target.address, into, target.nbytes, stream))
+            held.append(scratch)
+        header, code = self._header(source)
+        block = self._launch(address, into, source.nbytes, code, stream)
+        return PreparedCall(
+            gather, lane, block, out, held=tuple(held), header=header, before=tuple(before), after=tuple(after)
+        )
+
+    def close(self) -> None:
+        """Destroy the event; idempotent."""
+        self._order.close()
+
+    def _copier(self) -> StridedCopy:
+        if self._strided is None:
+            self._strided = StridedCopy(self._drv, self._device)
+        return self._strided
+
+    def _header(self, source: Buffer) -> tuple[Header, int]:
+        key = (source.dtype.str, source.shape)
+        known = self._headers.get(key)
+        if known is None:
+            header = Header(source.nbytes, *key)
+            known = self._headers[key] = header, header.code
+        return known
+
+
+def fits(nbytes: int, limit: int, unit: int) -> bool:
+    """Whether an array of ``nbytes`` can be gathered; ``limit`` is the capacity, ``unit`` what sizes are multiples of."""
+    return 0 < nbytes <= limit and nbytes % unit == 0
+
+
+def check_size(rank: int, source: Buffer, limit: int, unit: int) -> None:
+    """Refuse a size that cannot be gathered."""
+    if not fits(source.nbytes, limit, unit):
+        raise ValueError(
+            f"rank {rank}: an array of {source.nbytes} bytes cannot be gathered; "
+            f"expected a multiple of {unit} from {unit} to the capacity of {limit} bytes"
+        )
+
+
+def check_out(rank: int, source: Buffer, target: Buffer, shape: tuple[int, ...]) -> None:
+    """Refuse an ``out`` that cannot hold what ``source`` becomes, ``shape``."""
+    mine = f"rank {rank}: out= "
+    if target.dtype != source.dtype:
+        raise ValueError(f"{mine}has dtype {target.dtype}; expected {source.dtype}, that of the array")
+    if target.shape != shape:
+        raise ValueError(f"{mine}has shape {target.shape}; expected {shape}")
+    if target.strides is not None:
+        raise ValueError(f"{mine}is not contiguous (strides {target.strides}); pass a contiguous array or none")
+    part = target.address + rank * source.nbytes
+    low, high = byte_span(source.shape, source.strides, source.dtype.itemsize)
+    apart = source.address + high <= target.address or target.address + target.nbytes <= source.address + low
+    if not apart and (source.strides is not None or source.address != part):
+        raise ValueError(
+            f"{mine}overlaps the array; it may hold the array exactly at this rank's part, "
+            f"byte {part - target.address}, or not at all"
+        )
+
+
+def has_fixed_address(array: Any) -> bool:
+    """Whether the object can never come to mean other memory: true of our device arrays and of numba's."""
+    return isinstance(array, DeviceArray) or type(array).__name__ == "DeviceNDArray"
