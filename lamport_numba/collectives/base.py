@@ -351,10 +351,10 @@ class AllGather:
 
     def _count_refusal(self, error: Exception) -> None:
         """Let the others' next call show that this rank refused one."""
-        self._refusals += 1
         if self._compare:
             self._compare_calls(None, f"{type(error).__name__}: {error}")
             return
+        self._refusals += 1
         stream = 0 if self._lane is None else self._lane.stream  # where the calls before it are
         if not is_capturing(self._drv, stream):
             self._remains.stream = stream

@@ -1,0 +1,328 @@
+"""Ranks that disagree: the header of every call shows it, all ranks raise the same error, and no data is taken for
+good.
+"""
+
+import numpy as np
+import pytest
+from helpers.ranks import graph, new_stream, synchronise
+
+from lamport_numba import LamportAllGather, device_array, ptx, run_ranks, to_device
+from lamport_numba.collectives import base
+from lamport_numba.errors import CallMismatch, LamportError, SetupError
+
+PATIENT = 60.0  # seconds; no test here may need a deadline
+
+
+def part(rank, packs, call=0):
+    return (np.arange(4 * packs) + 1000 * rank + 100_000 * call).astype(np.float32)
+
+
+def whole(world, packs, call=0):
+    return np.concatenate([part(rank, packs, call) for rank in range(world)])
+
+
+def same_error(found):
+    """The error that all ranks raised, told alike."""
+    assert {type(error) for error in found} == {CallMismatch}, found
+    assert len({str(error) for error in found}) == 1, [str(error) for error in found]
+    return found[0]
+
+
+def reported(gather):
+    """What the device reports once this rank's calls are over."""
+    synchronise()
+    with pytest.raises(LamportError) as caught:
+        gather.check()
+    return caught.value
+
+
+def disagree(world, calls, *, transport="peer", fabric=None, seed=None):
+    """Make the calls ``calls(gather, rank)`` on every rank; the errors that the ranks then raise."""
+
+    def rank(comm):
+        gather = LamportAllGather(comm, 256, transport=transport, timeout=PATIENT)
+        out = gather(to_device(part(comm.rank, 3)))
+        synchronise()
+        np.testing.assert_array_equal(out.copy_to_host(), whole(comm.size, 3))
+        try:
+            calls(gather, comm.rank)
+        except CallMismatch as error:  # an eager device reports at once
+            assert str(error) == str(reported(gather))
+        error = reported(gather)
+        gather.close()  # has been told
+        return error
+
+    return run_ranks(world, rank, timeout=60, fabric=fabric, seed=seed)
+
+
+def call(gather, packs, dtype=np.float32, shape=None):
+    gather(to_device(np.ones(packs * 16 // np.dtype(dtype).itemsize, dtype).reshape(shape or -1)))
+
+
+@pytest.mark.parametrize("transport", ["peer", "multicast"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_sizes_1_2_against_2_1(world, transport):
+    def calls(gather, rank):
+        for packs in (2, 1) if rank == 1 else (1, 2):
+            call(gather, packs)
+
+    error = same_error(disagree(world, calls, transport=transport))
+    assert error.call == 1
+    assert "of 16 bytes" in str(error)
+    assert "of 32 bytes" in str(error)
+
+
+@pytest.mark.parametrize("transport", ["peer", "multicast"])
+@pytest.mark.parametrize("seed", range(4))
+def test_sizes_1_2_against_2_1_with_late_words(transport, seed):
+    def calls(gather, rank):
+        for packs in (2, 1) if rank == 1 else (1, 2):
+            call(gather, packs)
+
+    same_error(disagree(3, calls, transport=transport, fabric="adversarial", seed=seed))
+
+
+@pytest.mark.parametrize("transport", ["peer", "multicast"])
+def test_control_without_the_comparison_sizes_1_2_against_2_1_are_silent(transport, monkeypatch):
+    text = ptx.read(f"lamport_{transport}.ptx")
+    without = text.replace("    @%differs bra RAISE;\n", "")
+    assert without != text
+    real = ptx.read
+    monkeypatch.setattr(ptx, "read", lambda file: without if file == f"lamport_{transport}.ptx" else real(file))
+
+    def rank(comm):
+        gather = LamportAllGather(comm, 256, transport=transport, timeout=2)
+        outs = []
+        for packs in (2, 1) if comm.rank else (1, 2):
+            try:
+                outs.append(gather(to_device(part(comm.rank, packs, len(outs)))))
+            except LamportError:
+                break
+        synchronise()
+        gather.abandon()
+        return [out.copy_to_host().tolist() for out in outs[:1]]
+
+    first = run_ranks(2, rank, timeout=30)[0][0]
+    assert first == [*part(0, 1), *part(1, 2)[:4]]  # rank 0 took half of what rank 1 meant
+
+
+def test_dtypes_that_differ():
+    error = same_error(disagree(2, lambda gather, rank: call(gather, 2, np.float16 if rank else np.float32)))
+    assert error.mine[2] != error.theirs[2]
+
+
+def test_shapes_that_differ():
+    same_error(disagree(3, lambda gather, rank: call(gather, 2, shape=(4, 2) if rank == 2 else (2, 4))))
+
+
+def test_a_rank_that_is_one_call_ahead():
+    def calls(gather, rank):
+        if rank == 1:
+            with pytest.raises(ValueError, match="20 bytes"):
+                gather(device_array(5, np.float32))
+        for _ in range(2):
+            call(gather, 1)
+
+    error = same_error(disagree(2, calls))
+    assert {error.mine[0], error.theirs[0]} == {1, 2}
+    assert "every rank must make the same calls in the same order" in str(error)
+
+
+@pytest.mark.parametrize("refused", ["out", "dtype", "size", "stream"])
+def test_a_refusal_on_one_rank_shows_in_the_next_call(refused):
+    def calls(gather, rank):
+        good = to_device(part(rank, 1))
+        if rank == 1:
+            with pytest.raises((ValueError, TypeError)):
+                if refused == "out":
+                    gather(good, out=device_array(4, np.float32))
+                elif refused == "dtype":
+                    gather(np.ones(4, object))
+                elif refused == "size":
+                    gather(device_array(0, np.float32))
+                else:
+                    gather(good, stream=True)
+        gather(good)
+        gather(good)
+
+    same_error(disagree(2, calls))
+
+
+def test_a_refusal_on_all_ranks_alike_is_no_disagreement():
+    def rank(comm):
+        with LamportAllGather(comm, 64, transport="peer", timeout=PATIENT) as gather:
+            for turn in range(3):
+                with pytest.raises(ValueError, match="1040 bytes"):
+                    gather(device_array(260, np.float32))
+                out = gather(to_device(part(comm.rank, 2, turn)))
+                synchronise()
+                np.testing.assert_array_equal(out.copy_to_host(), whole(comm.size, 2, turn))
+
+    run_ranks(2, rank, timeout=60)
+
+
+def test_orders_that_differ_between_two_graphs():
+    def rank(comm):
+        gather = LamportAllGather(comm, 256, transport="peer", timeout=PATIENT)
+        with new_stream() as stream:
+            sizes = (1, 4) if comm.rank else (4, 1)
+            calls = [
+                gather.prepare(to_device(part(comm.rank, n)), device_array(4 * n * comm.size, np.float32), stream)
+                for n in sizes
+            ]
+            with graph(stream, lambda: [one() for one in calls]) as launch:
+                launch()
+                synchronise(stream)
+                with pytest.raises(CallMismatch) as caught:
+                    gather.check()
+                gather.close()
+        return caught.value
+
+    same_error(run_ranks(2, rank, timeout=60))
+
+
+# Numbers of calls
+
+
+def closes(world, calls, **options):
+    """Each rank makes ``calls(gather, rank)`` and closes; what close raised."""
+
+    def rank(comm):
+        gather = LamportAllGather(comm, 64, transport="peer", timeout=PATIENT, **options)
+        calls(gather, comm.rank)
+        with pytest.raises(LamportError) as caught:
+            gather.close()
+        return caught.value
+
+    return run_ranks(world, rank, timeout=50)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_close_compares_the_numbers_of_calls_before_the_deadline_does(world):
+    def calls(gather, rank):
+        for _ in range(4 if rank == 1 else 3):
+            call(gather, 1)
+
+    error = same_error(closes(world, calls))
+    assert "different numbers of calls (rank 0: 3, rank 1: 3" in str(error)
+    assert "in another one" in str(error)
+
+
+def test_close_shows_that_one_rank_refused():
+    def calls(gather, rank):
+        call(gather, 1)
+        if rank == 0:
+            call(gather, 1)
+        else:
+            with pytest.raises(ValueError, match="multiple of 16"):
+                gather(device_array(5, np.float32))
+
+    error = same_error(closes(2, calls))
+    assert "some ranks refused a call and others did not (rank 0: 1, rank 1: 2, 1 of them refused)" in str(error)
+
+
+def test_a_reset_ends_calls_that_cannot_complete():
+    def rank(comm):
+        with LamportAllGather(comm, 64, transport="peer", timeout=PATIENT) as gather:
+            for _ in range(2 + comm.rank):
+                call(gather, 1)
+            gather.reset()
+            out = gather(to_device(part(comm.rank, 2)))
+            synchronise()
+            np.testing.assert_array_equal(out.copy_to_host(), whole(comm.size, 2))
+
+    run_ranks(2, rank, timeout=50)
+
+
+# Construction
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (lambda rank: {"rank_capacity_bytes": 64 + 16 * rank}, "rank_capacity_bytes=64"),
+        (lambda rank: {"transport": "peer" if rank else "multicast"}, "transport='multicast'"),
+        (lambda rank: {"timeout": 5.0 + rank}, "timeout=5,"),
+        (lambda rank: {"pdl": bool(rank)}, "pdl=False"),
+        (lambda rank: {"compare_calls": bool(rank)}, "compare_calls=True"),
+    ],
+    ids=["capacity", "transport", "timeout", "pdl", "compare_calls"],
+)
+def test_ranks_that_are_constructed_differently(options, text):
+    def rank(comm):
+        with pytest.raises(SetupError) as caught:
+            LamportAllGather(comm, **{"rank_capacity_bytes": 64, "timeout": 5.0, **options(comm.rank)})
+        return str(caught.value)
+
+    said = run_ranks(3, rank, timeout=60)
+    assert len(set(said)) == 1
+    assert text in said[0]
+    assert "rank 2: LamportAllGather of lamport-numba" in said[0]
+
+
+def test_versions_that_differ(monkeypatch):
+    from lamport_numba import driver
+
+    class Version:
+        def __str__(self):
+            return f"1.{driver._thread.rank}"
+
+        def __format__(self, spec):
+            return str(self)
+
+    monkeypatch.setattr(base, "__version__", Version())
+
+    def rank(comm):
+        with pytest.raises(SetupError, match=r"rank 0: .* of lamport-numba 1\.0: .*; rank 1: .* 1\.1: "):
+            LamportAllGather(comm, 64)
+
+    run_ranks(2, rank, timeout=60)
+
+
+# compare_calls=True
+
+
+def compared(world, calls):
+    def rank(comm):
+        gather = LamportAllGather(comm, 256, transport="peer", timeout=PATIENT, compare_calls=True)
+        call(gather, 2)
+        with pytest.raises(LamportError) as caught:
+            calls(gather, comm.rank)
+        call(gather, 1)  # nothing was made on any rank, so all goes on
+        synchronise()
+        gather.check()
+        gather.close()
+        return caught.value
+
+    return run_ranks(world, rank, timeout=60)
+
+
+def test_compared_calls_name_every_rank_s_values():
+    error = same_error(compared(3, lambda gather, rank: call(gather, 1 + rank, shape=(2, -1))))
+    assert error.call == 1
+    for rank in range(3):
+        assert f"rank {rank}: call 1 of {16 * (1 + rank)} bytes, dtype <f4, shape (2, {2 + 2 * rank})" in str(error)
+
+
+def test_compared_calls_name_the_rank_that_refused():
+    def calls(gather, rank):
+        if rank == 0:
+            call(gather, 1)
+        with pytest.raises(ValueError, match="20 bytes"):
+            gather(device_array(5, np.float32))
+        raise CallMismatch("refused")
+
+    found = compared(2, calls)
+    assert "rank 1: refused call 1 (ValueError: rank 1: an array of 20 bytes" in str(found[0])
+
+
+def test_compared_mode_by_the_environment(monkeypatch):
+    monkeypatch.setenv("LAMPORT_NUMBA_COMPARE", "1")
+
+    def rank(comm):
+        gather = LamportAllGather(comm, 64, transport="peer", timeout=PATIENT)
+        with pytest.raises(CallMismatch, match="it was not made"):
+            call(gather, 1 + comm.rank)
+        gather.close()
+
+    run_ranks(2, rank, timeout=60)
