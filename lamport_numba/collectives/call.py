@@ -160,7 +160,7 @@ class Packer:
 
 
 def fits(nbytes: int, limit: int, unit: int) -> bool:
-    """Whether an array of ``nbytes`` can be gathered; ``limit`` is the capacity, ``unit`` what sizes are multiples of."""
+    """Whether ``nbytes`` can be gathered; ``limit`` is the capacity, and sizes are multiples of ``unit``."""
     return 0 < nbytes <= limit and nbytes % unit == 0
 
 

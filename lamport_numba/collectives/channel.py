@@ -24,6 +24,8 @@ SENTINEL = 0x80000000
 _WARP = 32
 _NO_CALL = 0xFFFFFFFF  # the number of the current call before there is one
 
+_bound: list[SymmetricMemory] = []  # of objects that were left; their finalisers run at exit
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -212,10 +214,11 @@ class Channel:
 
     def leave(self) -> None:
         """As ``abandon``, but peers may still run calls: a store of theirs through the multicast address must find our
-        memory bound, so that stays for the life of the process.
+        memory bound, so that stays until the process ends.
         """
         if self.transport == "multicast" and self.world > 1:
-            self.keep()
+            self._free()
+            _bound.append(self.memory)
         else:
             self.abandon()
 
