@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
+from contextlib import suppress
 from typing import Final
 
 from ..driver import Driver, structs
@@ -21,7 +23,7 @@ __all__ = ["Remains", "at_rest", "sweep"]
 log = logging.getLogger("lamport_numba")
 
 _WAIT: Final = 2.0  # seconds that a rank which leaves alone waits for its own kernels
-_kept: list[Remains] = []
+_kept: deque[Remains] = deque()
 
 
 def at_rest(drv: Driver, stream: int) -> bool:
@@ -108,6 +110,6 @@ class Remains:
 
 def sweep() -> None:
     """Look again whether what was kept can be given back now."""
-    for remains in list(_kept):
-        _kept.remove(remains)
-        remains.leave(wait=0.0)
+    for _ in range(len(_kept)):
+        with suppress(IndexError):  # another thread looks too
+            _kept.popleft().leave(wait=0.0)
