@@ -329,6 +329,19 @@ def test_mask_without_the_caller() -> None:
     assert "mask" in fault_of("bar.warp.sync 0xf;")[0].fault.kind
 
 
+def test_barriers_that_can_never_complete() -> None:
+    half = (
+        "setp.lt.u32 %p1, %r1, 16; @%p1 bra A; bar.sync 1, 32; bra B; A: bar.sync 2, 32; B: st.global.u32 [%rd3], %r1;"
+    )
+    fault = fault_of(half)[0].fault
+    assert fault.kind == "barrier or warp collective that can never complete"
+    assert "bar.sync" in fault.text
+    apart = (
+        "setp.lt.u32 %p1, %r1, 16; @%p1 bra A; bar.warp.sync -1; bra B; A: bar.sync 0; B: st.global.u32 [%rd3], %r1;"
+    )
+    assert "never" in fault_of(apart)[0].fault.kind
+
+
 # -- scheduling ------------------------------------------------------------------------------------------------------
 
 

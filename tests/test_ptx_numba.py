@@ -259,3 +259,13 @@ def test_faults_name_the_line() -> None:
     assert grid.fault.tid == (31, 0, 0)
     assert grid.fault.address == x.ctypes.data + 128
     assert "ld" in grid.fault.text
+
+
+def test_print(capsys: pytest.CaptureFixture[str]) -> None:
+    def kernel(x):
+        i = cuda.grid(1)
+        if i < 2:
+            print("thread", i, "holds", x[i])
+
+    run(kernel, np.array([1.5, -2.0]))
+    assert capsys.readouterr().out == "thread 0 holds 1.500000\nthread 1 holds -2.000000\n"

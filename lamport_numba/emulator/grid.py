@@ -54,6 +54,7 @@ class Fault:
         )
 
 
+_POOLED = 64 << 20  # a block with more bytes of slots is not kept for the next grid
 _PARAMS_AT = layout.GRID.size + -layout.GRID.size % 64
 _FAULT = struct.Struct("=6IQI")
 
@@ -238,7 +239,7 @@ class Grid:
         self._final = (0, status == Status.FINISHED, self.steps)
         if status == Status.FAULTED:
             self._fault = self._read_fault(b)
-        elif len(self.kernel.pool) < 16:
+        elif len(self.kernel.pool) < 16 and len(b.slots) * b.slot_bytes < _POOLED:
             self.kernel.pool.append(b)
         self._block = None
 

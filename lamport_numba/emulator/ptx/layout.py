@@ -68,7 +68,7 @@ GRID = Record(
 CTA = Record("i32 live, x, y, z, rank, triggered, barred, buffered, held")
 BARRIER = Record("i32 arrived, expected, waiting, ones", size=16)
 WARP = Record("i32 ready, live, collective, barred, depending, sampling, size, first", size=32)
-LANE = Record("i32 state, mask, op, b, c, ones; i64 a, result; i32 tid_x, tid_y, tid_z, lane, warp", size=64)
+LANE = Record("i32 state, mask, op, b, c, ones; i64 a, result; i32 tid_x, tid_y, tid_z, lane, warp, site", size=64)
 TABLE = Record("i64 count, version; ptr entries")
 ENTRY = Record("i64 base, end; i32 kind, access; i64 key; ptr members; i32 member_count, spare", size=48)
 MEMBER = Record("ptr address; i64 key", size=16)
@@ -117,7 +117,7 @@ FAULTS = (
     "parameter out of bounds",
     "trap",
     "warp collective with a mask that leaves out the calling lane",
-    "barrier that can never complete",
+    "barrier or warp collective that can never complete",
     "barrier number out of range",
     "assertion failed",
     "stopped",

@@ -188,11 +188,12 @@ def _generic(t: Translator, address: Value, access: Access, site: int, need: int
         with device:
             result.set(_checked(t, address, access, site, need))
         with window:
-            result.set(_window(t, address, access, site))
+            result.set(window_pointer(t, address, access, site))
     return result.get()
 
 
-def _window(t: Translator, address: Value, access: Access, site: int) -> Value:
+def window_pointer(t: Translator, address: Value, access: Access, site: int) -> Value:
+    """Memory behind a generic address that has a window."""
     c = t.c
     numbers = (c.const("i32", n) for n in (site, access.size, t.local_bytes))
     pointer = c.call("ptr", "window", t.grid, t.cta, t.local_base(), address, *numbers)
@@ -219,7 +220,7 @@ def _watched(t: Translator, address: Value, access: Access, site: int, need: int
             pointer.set(address.to("ptr"))
         with window:
             entry.set(c.const("ptr", 0))
-            pointer.set(_window(t, address, access, site))
+            pointer.set(window_pointer(t, address, access, site))
     return Place(pointer.get(), address, entry.get())
 
 

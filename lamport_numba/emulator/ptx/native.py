@@ -21,12 +21,14 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
-from . import runtime
+from . import printing, runtime
 
 __all__ = ["compile_text", "disk_read", "disk_write", "key", "link"]
 
 _lock = threading.RLock()
 _names = itertools.count()
+_writes = itertools.count()
+_MOST_FILES = 4000
 # What LLVM turns intrinsics of float functions into, where the processor has no instruction for them.
 _LIBRARY = ("sin", "cos", "log2", "exp2", "fma", "floor", "ceil", "trunc", "roundeven", "tanh", "memset", "memcpy")
 
@@ -122,8 +124,17 @@ def disk_write(name: str, data: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(hashlib.sha256(data).digest() + data)
         os.replace(temporary, folder / name)
+        if next(_writes) % 64 == 0:
+            _prune(folder)
     except OSError:
         return
+
+
+def _prune(folder: Path) -> None:
+    """Remove the oldest files of a cache that has grown too large."""
+    files = sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime)
+    for path in files[: max(len(files) - _MOST_FILES, 0)]:
+        path.unlink(missing_ok=True)
 
 
 # -- linking ---------------------------------------------------------------------------------------------------------
@@ -145,7 +156,9 @@ class _Process:
             code = compile_text(runtime.source())
             disk_write(name, code)
         library = self.add(code, {}, runtime.symbols())
-        return {symbol: library[symbol] for symbol in runtime.symbols()}
+        found = {symbol: library[symbol] for symbol in runtime.symbols()}
+        found["print_hook"] = ctypes.cast(printing.HOOK, ctypes.c_void_p).value or 0
+        return found
 
     def add(self, code: bytes, imports: dict[str, int], exports: list[str]) -> Any:
         builder = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()

@@ -1,16 +1,15 @@
-"""PTX text to `syntax`: one regular expression for the tokens, one method for each kind of statement.
+"""PTX text to `syntax`: one method for each kind of statement.
 
 Names are resolved here: braces open scopes for registers, variables and labels (inline assembly relies on it).
 """
 
 from __future__ import annotations
 
-import re
 import struct
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ...errors import PtxError
+from .lexer import Token, tokens
 from .syntax import (
     TYPES,
     Address,
@@ -32,16 +31,6 @@ from .syntax import (
 )
 
 __all__ = ["parse"]
-
-_TOKEN = re.compile(
-    r"""(?P<space>[ \t\r\f\v]+|//[^\n]*)|(?P<newline>\n)|(?P<comment>/\*.*?\*/)|(?P<string>"[^"\n]*")
-    |(?P<number>0[fF][0-9a-fA-F]{8}\b|0[dD][0-9a-fA-F]{16}\b|0[xX][0-9a-fA-F]+U?|0[bB][01]+U?
-        |\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\d+U?)
-    |(?P<word>[%$_A-Za-z][\w$]*(?:(?:\.|::)[A-Za-z0-9_]+)*)
-    |(?P<directive>\.[A-Za-z_]\w*(?:::\w+)?)
-    |(?P<punct>[{}()\[\],;:=+\-!@|<>])""",
-    re.VERBOSE | re.DOTALL | re.ASCII,
-)
 
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 _SPACES = {".global": "global", ".const": "const", ".shared": "shared", ".local": "local", ".param": "param"}
@@ -88,29 +77,6 @@ SPECIALS = frozenset(
 )
 
 
-class Token(NamedTuple):
-    kind: str
-    text: str
-    line: int
-
-
-def _tokens(text: str, lines: list[str]) -> list[Token]:
-    found: list[Token] = []
-    at, line = 0, 1
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise PtxError(f"unexpected character {text[at]!r}", line=line, text=lines[line - 1])
-        kind = match.lastgroup or ""
-        if kind not in ("space", "newline", "comment"):
-            found.append(Token(kind, match.group(), line))
-        elif kind != "space":
-            line += match.group().count("\n")
-        at = match.end()
-    found.append(Token("end", "end of file", min(line, len(lines))))
-    return found
-
-
 @dataclass
 class _Scope:
     """What one pair of braces declares. ``ranges`` are the %r<n> declarations: prefix -> (count, bits)."""
@@ -125,7 +91,7 @@ class _Scope:
 class _Parser:
     def __init__(self, text: str) -> None:
         self.lines = text.split("\n")
-        self.tokens = _tokens(text, self.lines)
+        self.tokens = tokens(text, self.lines)
         self.at = 0
         self.source = Source(self.lines, "", "", {}, {})
         self.function: Function | None = None

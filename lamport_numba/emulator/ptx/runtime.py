@@ -391,6 +391,32 @@ def _barriers() -> Code:
     return c
 
 
+def _stuck() -> Code:
+    """Whether all that is left of a CTA waits for lanes of its own that can never come; then that is its fault."""
+    c = Code("stuck", "i1", [("ptr", "grid"), ("ptr", "slot")], "noinline")
+    grid, slot = c.params["grid"], c.params["slot"]
+    waiting = c.variable("i32", -1)
+    with c.each(c.get(grid, GRID, "warps")) as index:
+        warp = warp_at(c, slot, index)
+        able = c.get(warp, WARP, "ready") | c.get(warp, WARP, "depending") | c.get(warp, WARP, "sampling")
+        with c.when(able.ne(0)):
+            c.ret(c.const("i1", 0))
+        here = c.get(warp, WARP, "collective") | c.get(warp, WARP, "barred")
+        with c.when(here.ne(0)):
+            waiting.set(index * 32 + here.lowest_bit())
+    who = waiting.get()
+    with c.when(who.eq(-1)):
+        c.ret(c.const("i1", 0))
+    c.put(grid, GRID, "fault_kind", layout.F_BARRIER)
+    c.put(grid, GRID, "fault_site", c.get(lane_at(c, grid, slot, who), LANE, "site"))
+    c.put(grid, GRID, "fault_size", 0)
+    c.put(grid, GRID, "fault_lane", who)
+    for axis in "xyz":
+        c.put(grid, GRID, f"fault_{axis}", c.get(slot, CTA, axis))
+    c.ret(c.const("i1", 1))
+    return c
+
+
 # -- directed rounding -----------------------------------------------------------------------------------------------
 
 _MODES = {"rz": 0, "rp": 2, "rm": 3}  # numbers of llvm.set.rounding
@@ -463,6 +489,7 @@ def _functions() -> list[Code]:
         _resolve(),
         _arrive(),
         _barriers(),
+        _stuck(),
         *adversary.functions(),
     ]
 

@@ -56,6 +56,8 @@ def _turn() -> Code:
     with c.when(c.get(slot, CTA, "barred").ne(0)), c.when(c.call("i1", "barriers", grid, slot)):
         progress.set(1)
     c.put(grid, GRID, "steps", c.get(grid, GRID, "steps") + steps.get())
+    with c.when(progress.get().eq(0) & c.get(slot, CTA, "live").ne(0)), c.when(c.call("i1", "stuck", grid, slot)):
+        c.ret(c.const("i32", _FAULTED))
     c.ret(progress.get())
     return c
 
@@ -231,6 +233,8 @@ def _wild_turn() -> Code:
         c.call("void", "buffer_leak", grid, slot)
         progress.set(1)
     c.put(grid, GRID, "steps", c.get(grid, GRID, "steps") + steps.get())
+    with c.when(progress.get().eq(0) & c.get(slot, CTA, "live").ne(0)), c.when(c.call("i1", "stuck", grid, slot)):
+        c.ret(c.const("i32", _FAULTED))
     c.ret(progress.get())
     return c
 

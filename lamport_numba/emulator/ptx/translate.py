@@ -532,15 +532,6 @@ def _trap(t: Translator, item: Instruction, mods: Mods) -> None:
     t.fault(layout.F_TRAP)
 
 
-@instruction("external")
-def _external(t: Translator, item: Instruction, mods: Mods) -> None:
-    """A call of something that the device library offers."""
-    if mods.take("__assertfail", "__assert_fail"):
-        t.fault(layout.F_ASSERT)
-        return
-    raise t.fail(f"calls of {item.mods[0]} are not emulated")
-
-
 @instruction("pragma", "pmevent")
 def _nothing(t: Translator, item: Instruction, mods: Mods) -> None:
     """Instructions that change nothing that can be seen."""
@@ -552,6 +543,6 @@ def translate(source: Source, kernel: Function, *, adversarial: bool = False) ->
     Raises:
         PtxError: an instruction, type or modifier is not emulated.
     """
-    from . import arithmetic, convert, memory, warp  # noqa: F401  (they register their instructions)
+    from . import arithmetic, bits, compare, convert, memory, printing, warp  # noqa: F401  (they register instructions)
 
     return Translator(source, kernel, adversarial=adversarial).translate()

@@ -43,6 +43,7 @@ def _collective(
     for name, value in (("mask", mask), ("op", op), ("a", a), ("b", b), ("c", c)):
         wide = value.to(LANE.types[name]) if isinstance(value, Value) else value
         code.put(t.lane, LANE, name, wide)
+    code.put(t.lane, LANE, "site", t.site())
     t.leave(layout.COLLECTIVE, t.live_after())
     return code.get(t.lane, LANE, "result")
 
@@ -187,6 +188,7 @@ def _barrier(t: Translator, item: Instruction, mods: Mods) -> None:
     t.require(number.lt(layout.BARRIERS), layout.F_BARRIER_ID)
     for name, what in (("mask", number), ("b", count), ("c", value.to("i32")), ("op", int(how == "arrive"))):
         code.put(t.lane, LANE, name, what)
+    code.put(t.lane, LANE, "site", t.site())
     t.leave(layout.BARRIER_WAIT, t.live_after())
     if reduce is not None:
         ones, arrived = code.get(t.lane, LANE, "ones"), code.get(t.lane, LANE, "result").to("i32")
