@@ -17,7 +17,7 @@ from ..symmetric.memory import SymmetricMemory
 from .launch import Block, Kernel, load, wide
 from .reports import CONTROL_BYTES, Report, control_bytes, error_of, left, parse, report_offset
 
-__all__ = ["Channel", "LamportChannel", "Plan"]
+__all__ = ["Channel", "LamportChannel", "Plan", "RowChannel"]
 
 PACK_BYTES = 16
 SENTINEL = 0x80000000
@@ -236,13 +236,12 @@ class Channel:
             self.drv.call("cuStreamDestroy", side)
 
 
-class LamportChannel(Channel):
-    """The sentinel protocol of ptx/lamport_peer.ptx and ptx/lamport_multicast.ptx."""
+class RowChannel(Channel):
+    """What both protocols have: rows of packs with a header each, words of state a warp, one shape of kernel."""
 
-    protocol: ClassVar[str] = "lamport"  # the kernels' files begin with it
-    generations = 3
-    slot_bytes: ClassVar[int] = PACK_BYTES  # of a pack in the mailbox
-    words_a_warp: ClassVar[int] = 1  # of device state: its generation
+    protocol: ClassVar[str]  # the kernels' files begin with it
+    slot_bytes: ClassVar[int]  # of a pack in the mailbox
+    words_a_warp: ClassVar[int]  # of device state
 
     def __init__(self, comm: Communicator, drv: Driver, device: int, transport: str, plan: Plan) -> None:
         # Header packs follow the payload's in each row, in a warp of their own.
@@ -266,10 +265,6 @@ class LamportChannel(Channel):
     @property
     def _generations(self) -> int:
         return self.state + 8 * self.world
-
-    def fill(self) -> None:
-        mailbox = self.memory.local + CONTROL_BYTES
-        self.drv.call("cuMemsetD32Async", mailbox, SENTINEL, self.mailbox_bytes() // 4, self._side)
 
     def load(self) -> None:
         self._table = wide([self.memory.address(rank) for rank in range(self.world)], self.world)
@@ -322,6 +317,19 @@ class LamportChannel(Channel):
         self.drv.call("cuMemsetD32Async", self._calls_address, 0, self.world, self._side)
         self.drv.call("cuMemsetD32Async", self._calls_address + 4 * self.world, _NO_CALL, 1, self._side)
         self.drv.call("cuStreamSynchronize", self._side)
+
+
+class LamportChannel(RowChannel):
+    """The sentinel protocol of ptx/lamport_peer.ptx and ptx/lamport_multicast.ptx."""
+
+    protocol = "lamport"
+    generations = 3
+    slot_bytes = PACK_BYTES
+    words_a_warp = 1  # its generation
+
+    def fill(self) -> None:
+        mailbox = self.memory.local + CONTROL_BYTES
+        self.drv.call("cuMemsetD32Async", mailbox, SENTINEL, self.mailbox_bytes() // 4, self._side)
 
     def residue(self) -> list[int]:
         """Indices of the 32-bit words of this rank's mailbox that are not the sentinel: none between calls (I1)."""

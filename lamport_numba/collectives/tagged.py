@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from .base import AllGather
-from .channel import LamportChannel
+from .channel import RowChannel
 from .reports import CONTROL_BYTES
 
 __all__ = ["TaggedAllGather"]
 
 
-class TaggedChannel(LamportChannel):
+class TaggedChannel(RowChannel):
     """The pairs of ptx/tagged_peer.ptx and ptx/tagged_multicast.ptx: no sentinel, no reset, any number of bytes."""
 
     protocol = "tagged"
