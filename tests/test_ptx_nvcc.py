@@ -13,6 +13,7 @@ from helpers.ptx import launch, variables_of
 
 from lamport_numba.emulator import ptx
 from lamport_numba.emulator.grid import Fabric
+from lamport_numba.emulator.ptx.translate import translate
 
 DATA = Path(__file__).parent / "data"
 
@@ -557,3 +558,13 @@ def test_vectors() -> None:
     run("programs", "vectors", a, b, c, out, outd)
     assert (out == a[:, ::-1] + b).all()
     assert (outd == c[:, ::-1] * [2, 3]).all()
+
+
+@pytest.mark.parametrize("file", ["integers", "floats", "programs"])
+def test_both_variants_name_the_same_places(file: str) -> None:
+    """A fault of the adversarial variant is told by the list of places that the immediate one made."""
+    source = module(file).source
+    for function in source.functions.values():
+        if function.is_kernel:
+            plain, wild = (translate(source, function, adversarial=a) for a in (False, True))
+            assert plain.sites == wild.sites
