@@ -205,11 +205,7 @@ def _watched(t: Translator, address: Value, access: Access, site: int, need: int
     """Adversarial: the lane may lose its turn here; then the entry decides how the access travels (null: memory of
     the thread's own)."""
     c = t.c
-    lose, keep = c.fresh("lose"), c.fresh("keep")
-    c.branch(c.call("i1", "fabric_preempt", t.grid), lose, keep)
-    c.label(lose)
-    t.leave(t.moved.get().select(c.const("i32", layout.YIELD), layout.SPIN), t.live[t.at])
-    c.label(keep)
+    _may_lose_turn(t)
     address = _address(t, next(o for o in t.item.operands if isinstance(o, Address)))
     if not generic:
         return Place(address.to("ptr"), address, _admit(t, address, access, site, need))
@@ -222,6 +218,16 @@ def _watched(t: Translator, address: Value, access: Access, site: int, need: int
             entry.set(c.const("ptr", 0))
             pointer.set(window_pointer(t, address, access, site))
     return Place(pointer.get(), address, entry.get())
+
+
+def _may_lose_turn(t: Translator) -> None:
+    """Adversarial: before an access the lane may be left, by a draw."""
+    c = t.c
+    lose, keep = c.fresh("lose"), c.fresh("keep")
+    c.branch(c.call("i1", "fabric_preempt", t.grid), lose, keep)
+    c.label(lose)
+    t.leave(t.moved.get().select(c.const("i32", layout.YIELD), layout.SPIN), t.live[t.at])
+    c.label(keep)
 
 
 def _elements(t: Translator, operand: Operand, count: int) -> tuple[Operand, ...]:
@@ -302,6 +308,8 @@ def _multimem(t: Translator, item: Instruction, mods: Mods) -> None:
         raise t.fail("multimem.st of integers takes no vector")
     if access.unit < 4 or access.size > 16:
         raise t.fail("multimem.st takes 4 to 16 bytes, in elements of 4 or 8")
+    if t.adversarial:
+        _may_lose_turn(t)
     address = _address(t, t.operand(0))
     entry = _admit(t, address, access, t.site(access.size), layout.WRITE | MULTIMEM)
     if access.order == "release":

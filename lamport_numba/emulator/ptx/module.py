@@ -199,6 +199,7 @@ def _plain(kernel: Kernel) -> dict[str, Any]:
     return {name: value for name, value in vars(kernel).items() if name not in skipped}
 
 
+_MOST_MODULES = 512
 _modules: dict[str, Module] = {}
 _modules_lock = threading.Lock()
 
@@ -218,4 +219,6 @@ def load(text: str | bytes) -> Module:
                 module = _modules[text] = Module(text)
             except RecursionError:
                 raise PtxError("nested too deep") from None
+            while len(_modules) > _MOST_MODULES:  # the oldest; whoever still uses it holds it
+                del _modules[next(iter(_modules))]
         return module
