@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-EXTRAS ?= cu13,mpich,test
+EXTRAS ?= cu13,mpich,test,plot
 N      ?= 4
 
 # VENV= (empty) runs everything with $(PYTHON) as it is, for machines that cannot install.
