@@ -8,7 +8,8 @@ N      ?= 4
 # VENV= (empty) runs everything with $(PYTHON) as it is, for machines that cannot install.
 PY    := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 MPIRUN ?= $(if $(VENV),$(VENV)/bin/mpirun,mpirun)
-READY := $(if $(VENV),$(VENV)/.installed-$(subst /,_,$(PYTHON)))
+comma := ,
+READY := $(if $(VENV),$(VENV)/.installed-$(subst /,_,$(PYTHON))-$(subst $(comma),-,$(EXTRAS)))
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
@@ -17,7 +18,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 help: ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
 
-# Made anew when pyproject.toml changes or another PYTHON is asked for.
+# Made anew when pyproject.toml changes, or another PYTHON or other EXTRAS are asked for.
 $(VENV)/.installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "$(PYTHON) is missing or older than Python 3.10; name another one: make PYTHON=python3.12" >&2; exit 1; }
