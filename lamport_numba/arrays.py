@@ -33,6 +33,7 @@ def to_device(x: Any, *, stream: Any = None, device: int | None = None, drv: Dri
     if drv.kind == "cuda":
         if not (host.flags.c_contiguous or host.flags.f_contiguous):
             host = np.ascontiguousarray(host)
+        drv.settle(device)
         with drv.current(device):
             return _numba_cuda().to_device(host, stream=_numba_stream(stream))
     order = "F" if host.flags.f_contiguous and not host.flags.c_contiguous else "C"
@@ -49,6 +50,7 @@ def device_array(
     device = drv.default_device() if device is None else device
     dtype = checked_dtype(dtype, "dtype")
     if drv.kind == "cuda":
+        drv.settle(device)
         with drv.current(device), drv.relaxed():
             return _numba_cuda().device_array(_shape(shape), dtype)
     return DeviceArray(drv, device, shape, dtype)

@@ -149,6 +149,14 @@ class Driver:
         """``with drv.current(device):`` has the primary context current inside and the former one after."""
         return _Current(self, device)
 
+    def settle(self, device: int) -> None:
+        """On a GPU: a thread that has no context gets the primary one of ``device``, and keeps it.
+
+        A numba array's methods would else take GPU 0's, whose streams know nothing of the work on ``device``.
+        """
+        if self.kind == "cuda" and not int(self.call("cuCtxGetCurrent")):
+            self.enter(device)
+
     def device_of(self, context: Any) -> int:
         """The ordinal of the device that a context belongs to."""
         former = self.call("cuCtxGetCurrent")

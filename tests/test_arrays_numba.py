@@ -29,7 +29,13 @@ def test_to_device(gpu):
     assert context == int(gpu.drv.primary(1))
     assert np.array_equal(host, [[1.0, 2.0]])
     assert options == {"stream": 0}
-    assert gpu.api.context == 0
+
+
+def test_the_device_stays_current_for_the_methods_of_the_array(gpu):
+    arrays.to_device([1.0], drv=gpu.drv, device=1)
+    assert gpu.api.context == int(gpu.drv.primary(1))
+    arrays.device_array(1, "f4", drv=gpu.drv, device=0)  # a context that is there is only lent
+    assert gpu.api.context == int(gpu.drv.primary(1))
 
 
 def test_to_device_on_a_stream(gpu):

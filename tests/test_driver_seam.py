@@ -273,3 +273,22 @@ def test_importing_the_seam_loads_neither_numba_nor_the_emulator():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_thread_without_a_context_keeps_the_device_of_its_arrays():
+    drv, api = scripted("cuda", cuDevicePrimaryCtxRetain=lambda device: (SUCCESS, 100 + device))
+    drv.settle(1)
+    assert api.context == 101
+
+
+def test_a_thread_with_a_context_keeps_its_own():
+    drv, api = scripted("cuda", cuDevicePrimaryCtxRetain=lambda device: (SUCCESS, 100 + device))
+    api.context = 100
+    drv.settle(1)
+    assert api.context == 100
+
+
+def test_the_emulated_device_needs_no_context_left_behind():
+    drv, api = scripted("emulated")
+    drv.settle(1)
+    assert api.context == 0

@@ -166,6 +166,7 @@ class AllGather:
         self._asked = transport
         self._table: Table = {}
         self._remains = Remains(self._drv, self.device)
+        self._drv.settle(self.device)
         with self._drv.current(self.device), self._drv.relaxed():
             sweep()
             flags = structs.CU_MEMHOSTALLOC_PORTABLE | structs.CU_MEMHOSTALLOC_DEVICEMAP
@@ -281,6 +282,7 @@ class AllGather:
                 return known()
         if self._alarm[0]:
             self._check_usable()
+        self._drv.settle(self.device)
         with self._drv.current(self.device):
             call = self._prepare(array, out, stream)
             result = call()
