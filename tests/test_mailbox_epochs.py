@@ -200,7 +200,7 @@ def ringed(world, stride, everybody):
         if rank == 0 and tag == 2:
             seen, looks = tag, 0
             at = parity * np.int64(stride // 4) + 2 * before + 1
-            while seen <= tag and looks < 3000:  # until the neighbour's pair is overwritten, or for a while
+            while seen <= tag and looks < 5000:  # until the neighbour's pair is overwritten, or for a while
                 seen = cuda.atomic.max(raw, at, np.uint32(0))
                 looks += 1
         inbox = preg(peers[rank], parity * stride, "inbox")
@@ -220,9 +220,12 @@ def run_ring(comm, everybody, deadline, launches=8):
     with ranks.new_stream() as stream:
         memory = MailboxMemory(comm, layout, timeout=deadline)
         raw = ranks.Words(int(memory.peers.copy_to_host()[rank]), layout.peer_bytes // 4)
-        for _ in range(launches):
+        for launch in range(launches):
             memory.epoch.advance(stream)
             ring[1, 1, stream](raw, rank, *memory.arguments)
+            if launch == 0:  # everybody has compiled when rank 0 dawdles
+                ranks.synchronise(stream)
+                comm.Barrier()
         ranks.synchronise(stream)
         comm.Barrier()
         try:

@@ -176,7 +176,10 @@ def wind(gather, tag, parity, coming):
 
 
 def run_wrap(comm, transport, before, parity, sizes):
-    """Calls across the wrap, from ``before`` tags below it, each time with another of the coming tags planted."""
+    """Calls across the wrap, from ``before`` tags below it, each time with another of the coming tags planted.
+
+    ``before`` is at least 1, so that both of the last two calls, which tidy up, are among them.
+    """
     rank, world = comm.Get_rank(), comm.Get_size()
     wrong = []
     for planted in range(1, 6):
