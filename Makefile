@@ -65,6 +65,7 @@ lint: $(READY) ## ruff, and mypy --strict on the package
 
 verify: $(READY) ## search the model of the protocol over every interleaving (minutes), check docs/verification.md
 	$(PY) -m verification --check
+	PYTHONPATH=tests:$(PYTHONPATH) $(PY) -m helpers.controls --check
 
 clean: ## remove the virtual environment and what tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
