@@ -149,12 +149,16 @@ class _Rank:
                 if rig is not None:
                     with rig.drv.current(rig.device):
                         rig.synchronize()
-            with suppress(LamportError):
-                self.comm.Barrier()  # nobody's kernels write to a mailbox any more
-            with suppress(LamportError):
-                if gather is not None:
-                    gather.abandon()
-                if rig is not None:
+            well = False
+            with suppress(LamportError):  # after this nobody's kernels write to a mailbox any more
+                well = not any(self.comm.allgather(self.outcome.found))
+            if gather is not None:
+                try:
+                    gather.close() if well else gather.abandon()
+                except LamportError as error:
+                    self.outcome.found = self.outcome.found or f"{type(error).__name__}: {error}"
+            if rig is not None:
+                with suppress(LamportError):
                     rig.close()
         return self.outcome
 

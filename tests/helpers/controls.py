@@ -16,7 +16,7 @@ from typing import Any
 from helpers import environment, patches
 from helpers.attack import Plan, attack
 
-SEEDS = range(8)
+SEEDS = range(12)
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "verification.md"
 BEGIN, END = "<!-- begin: python -m helpers.controls --write -->", "<!-- end of controls -->"
 
@@ -39,13 +39,15 @@ class Control:
 
 
 PEER, MULTICAST = Plan(), Plan(transport="multicast")
-SMALLEST = Plan(transport="multicast", sizes=(1, 1, 1, 2), rounds=40, residue=False)
+SMALLEST = Plan(transport="multicast", sizes=(1, 1, 1, 2) * 6, rounds=60, residue=False)
 CLEANING = Plan(transport="multicast", residue=False)
 CURRENT_SIZE = "mov.b32 %t, %packs;"
 
 CONTROLS = [
     Control(1, "own part from registers, stage cleaned by its recorded size, packed slots, sizes 1 1 1 2", SMALLEST,
             patches.known_fault),
+    Control(1, "the same, any sizes, in graphs",
+            Plan(transport="multicast", graph=True, calls=24, rounds=20, residue=False), patches.known_fault),
     Control(2, "the reset goes to stage (g+1) mod 3", PEER, patches.wrong_stage),
     Control(3, "previous stage cleaned by the size of the current call", CLEANING, patches.cleaned_by(CURRENT_SIZE)),
     Control(4, "one generation only", PEER, patches.one_generation),
