@@ -105,3 +105,14 @@ def test_selftest_refuses_an_unknown_case():
     done = mpirun.command(["-m", "lamport_numba", "selftest", "--case", "nothing"], None, check=False)
     assert done.returncode == 2
     assert "no case nothing" in done.stderr
+
+
+def test_the_driver_of_the_gpu_suite_runs(tmp_path):
+    """On the emulated device, with ranks that share it as they would share a GPU."""
+    summary = tmp_path / "summary.json"
+    script = str(mpirun.TESTS / "gpu" / "run.py")
+    arguments = [script, "--device", "emulated", "--ranks", "2", "--case", "streams", "--json", str(summary)]
+    done = mpirun.command(arguments, None, env={"LAMPORT_NUMBA_EMULATED_DEVICES": "1"}, timeout=120)
+    assert done.stdout.splitlines()[-1] == "1 passed, 0 failed"
+    found = json.loads(summary.read_text())
+    assert [(run["what"], run["ranks"], run["shared"]) for run in found["runs"]] == [("selftest", 2, True)]

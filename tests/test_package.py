@@ -73,6 +73,8 @@ def _build(kind, where):
 def test_ptx_is_found_in_a_wheel(tmp_path):
     site = _build("wheel", tmp_path)
     _expect_all_files(_python(_LOOK, cwd=tmp_path, path=site), site)
+    examples = sorted(file.name for file in (ROOT / "examples").glob("*.py"))
+    assert examples == sorted(file.name for file in (site / "lamport_numba" / "_examples").glob("*.py"))
 
 
 def test_ptx_is_found_in_an_editable_install(tmp_path):

@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary")
     parser.add_argument("--case", action="append", default=[], metavar="NAME", help="only this case, and no examples")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds that one run may take (240)")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "emulated"], help="emulated: to try this script")
     options = parser.parse_args()
 
     summary: dict[str, Any] = {
@@ -39,14 +40,17 @@ def main() -> int:
         "runs": [],
     }
     print(f"mpirun: {mpirun.launcher().path} ({mpirun.launcher().version})", flush=True)
-    survey = python(["-m", "lamport_numba", "info", "--json", "--device", "cuda"], None, {}, options.limit)
+    survey = python(["-m", "lamport_numba", "info", "--json", "--device", options.device], None, {}, options)
     if survey.returncode:
         print(survey.stdout + survey.stderr)
         print("no usable GPU: nothing was run")
         return 1
     summary["machine"] = json.loads(survey.stdout)
-    gpus = len(summary["machine"]["devices"]["cuda"]["devices"])
-    print(f"{gpus} GPU{'s' * (gpus != 1)}: {summary['machine']['devices']['cuda']['devices'][0]['name']}", flush=True)
+    gpus = len(summary["machine"]["devices"][options.device]["devices"])
+    print(
+        f"{gpus} GPU{'s' * (gpus != 1)}: {summary['machine']['devices'][options.device]['devices'][0]['name']}",
+        flush=True,
+    )
 
     worlds = [int(n) for n in options.ranks.split(",")]
     with mps.service() if gpus < max(worlds) else nullcontext() as variables:
@@ -68,9 +72,7 @@ def run(ranks: int, env: dict[str, str], options: argparse.Namespace) -> list[di
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "report.json")
         command = ["-m", "lamport_numba", "selftest", "--transport", "peer", "--json", str(file)]
-        done = python(
-            [*command, *(word for name in options.case for word in ("--case", name))], ranks, env, options.limit
-        )
+        done = python([*command, *(word for name in options.case for word in ("--case", name))], ranks, env, options)
         print(f"--- {ranks} ranks, {done.seconds:.0f} s\n{done.stdout}{done.stderr}", flush=True)
         try:
             report = json.loads(file.read_text())
@@ -78,8 +80,18 @@ def run(ranks: int, env: dict[str, str], options: argparse.Namespace) -> list[di
             report = {"cases": [], "passed": 0, "failed": 1, "output": done.stdout + done.stderr}
     runs = [{"what": "selftest", "ranks": ranks, "shared": bool(env), "seconds": done.seconds, **report}]
     for example in () if options.case else ("decode", "pagerank"):
-        command = ["-m", "lamport_numba", "demo", "--device", "cuda", "--transport", "peer", "--example", example]
-        done = python(command, ranks, env, options.limit)
+        command = [
+            "-m",
+            "lamport_numba",
+            "demo",
+            "--device",
+            options.device,
+            "--transport",
+            "peer",
+            "--example",
+            example,
+        ]
+        done = python(command, ranks, env, options)
         print(f"--- {example}, {ranks} ranks, {done.seconds:.0f} s\n{done.stdout}{done.stderr}", flush=True)
         well = done.returncode == 0
         outcome = {"what": example, "ranks": ranks, "shared": bool(env), "seconds": done.seconds}
@@ -87,12 +99,14 @@ def run(ranks: int, env: dict[str, str], options: argparse.Namespace) -> list[di
     return runs
 
 
-def python(arguments: list[str], ranks: int | None, env: dict[str, str], limit: float) -> mpirun.Completed:
-    """Run python on the GPU, without multicast, whatever the environment says."""
+def python(
+    arguments: list[str], ranks: int | None, env: dict[str, str], options: argparse.Namespace
+) -> mpirun.Completed:
+    """Run python on the device, without multicast, whatever the environment says."""
     started = time.monotonic()
-    changes = {environment.DEVICE: "cuda", **environment.OFF, **env}
+    changes = {environment.DEVICE: options.device, **environment.OFF, **env}
     try:
-        return mpirun.command(arguments, ranks, env=changes, timeout=limit, check=False)
+        return mpirun.command(arguments, ranks, env=changes, timeout=options.limit, check=False)
     except OSError as error:
         return mpirun.Completed(127, "", str(error), time.monotonic() - started)
 
