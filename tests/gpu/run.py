@@ -1,4 +1,4 @@
-"""Run the library's cases and both examples on real GPUs, with 2, 3 and 4 ranks, and write a summary.
+"""Run the library's cases, its examples and the mailbox's tests on real GPUs, and write a summary.
 
     python tests/gpu/run.py [--ranks 2,3,4] [--json FILE]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import sys
 import tempfile
 import time
@@ -58,6 +59,8 @@ def main() -> int:
         for ranks in worlds:
             shared = {"LAMPORT_NUMBA_SHARE_DEVICE": "1", **(variables or {})} if gpus < ranks else {}
             summary["runs"] += run(ranks, shared, options)
+        if not options.case and options.device == "cuda":
+            summary["runs"].append(mailbox(variables or {}, options))
     passed = sum(one["passed"] for one in summary["runs"])
     failed = sum(one["failed"] for one in summary["runs"])
     summary.update(passed=passed, failed=failed)
@@ -97,6 +100,23 @@ def run(ranks: int, env: dict[str, str], options: argparse.Namespace) -> list[di
         outcome = {"what": example, "ranks": ranks, "shared": bool(env), "seconds": done.seconds}
         runs.append({**outcome, "passed": int(well), "failed": int(not well), "output": done.stdout[-3000:]})
     return runs
+
+
+def mailbox(env: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """The tests of the tagged mailbox and its all-gather, which start their ranks themselves."""
+    files = sorted(str(file) for name in ("mailbox", "tagged") for file in (ROOT / "tests").glob(f"test_{name}_*.py"))
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    done = python(command, None, env, options)
+    print(f"--- mailbox, {done.seconds:.0f} s\n{done.stdout}{done.stderr}", flush=True)
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
+    failed = counts.get("failed", 0) + counts.get("error", 0) or int(done.returncode != 0)
+    return {
+        "what": "mailbox",
+        "seconds": done.seconds,
+        "passed": counts.get("passed", 0),
+        "failed": failed,
+        "output": done.stdout[-3000:],
+    }
 
 
 def python(
