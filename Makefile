@@ -39,6 +39,12 @@ test: lint ## lint, then every test that needs no GPU
 test-setup: $(READY) ## the whole matrices of set-up and teardown (faults, deaths, delays), some minutes
 	$(PY) -m pytest -m setup_matrix
 
+test-faults: $(READY) ## every death of a rank at every place, some minutes
+	$(PY) -m pytest -m 'faults_matrix or not faults_matrix' tests/test_faults_*.py
+
+soak: $(READY) ## SECONDS=600 of random calls, resets, replays and fresh instances on N=4 ranks; nothing may grow
+	$(MPIRUN) -n $(N) $(PY) tests/soak.py --seconds $(or $(SECONDS),600)
+
 test-gpu: $(READY) ## the same cases on real GPUs, 2 to 4 ranks, under MPS where they must share one (RANKS, JSON)
 	$(PY) tests/gpu/run.py --ranks $(or $(RANKS),2,3,4) $(if $(JSON),--json $(JSON))
 
@@ -71,5 +77,5 @@ clean: ## remove the virtual environment and what tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-setup test-gpu lint verify clean
+.PHONY: help demo test test-setup test-faults soak test-gpu lint verify clean
 .PHONY: bench-gpu bench-two-gpus bench-call-path bench-emulator bench-tables

@@ -173,6 +173,7 @@ class AllGather:
             with self._comm.step("allocate the alarm"):
                 host = self._remains.host = int(self._drv.call("cuMemHostAlloc", 4 * _ALARMS, flags))
                 self._alarms = memoryview((ctypes.c_uint32 * _ALARMS).from_address(host)).cast("B").cast("I")
+                self._alarms[:] = memoryview(bytes(4 * _ALARMS)).cast("I")
             self._in_flight = InFlight(self._drv)
             self._packer = Packer(self._drv, self.device, self._launch_of)
             self._open_channels()
@@ -180,7 +181,6 @@ class AllGather:
     def _open_channels(self) -> None:
         """Build the channels and become usable."""
         word = self._epoch % _ALARMS
-        self._alarms[word] = 0
         plan = Plan(
             capacity=self.rank_capacity_bytes // PACK_BYTES,
             timeout=self.timeout,
@@ -454,7 +454,7 @@ class AllGather:
                     self._channels[name].close()
                 del self._channels[name]
             remains.captured = False
-            self._alarms[self._epoch % _ALARMS] = 0
+            self._alarms[:] = memoryview(bytes(4 * _ALARMS)).cast("I")
             self._epoch += 1
             self._reports, self._told = None, False
             self._start_counting()
@@ -474,7 +474,7 @@ class AllGather:
             self._end(self._unusable)
             return
         pending: LamportError | None = None
-        told = self._told
+        told = self._told or not self._comm.healthy
         try:
             with self._drv.current(self.device):
                 pending = self._verdict(self._come_to_rest("close", _LATE if told else None))
