@@ -131,7 +131,7 @@ def main() -> int:
     comm = MPI.COMM_WORLD
     soak = Soak(comm, options.seed)
     start = time.monotonic()
-    for _ in range(8):  # what is loaded once
+    while comm.bcast(time.monotonic() - start < options.seconds / 4):  # what is loaded once, and pools that fill
         soak.instance()
     soak.timeout()
     first = usage()

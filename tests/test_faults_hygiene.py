@@ -66,6 +66,7 @@ def files():
 
 def is_killed(comm, folder):
     gather, _ = gathers(comm)
+    comm.Barrier()
     if comm.rank == 1:
         deaths.die(folder, signal.SIGKILL)
     gather.abandon()

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from .. import ptx
 from ..driver import Driver, structs
+from ..errors import DriverError
 
 __all__ = ["Block", "Kernel", "load", "wide"]
+
+_modules: dict[tuple[str, int, str], Any] = {}
 
 
 class Kernel:
@@ -35,9 +39,18 @@ class Kernel:
 
 
 def load(drv: Driver, device: int, file: str, *, text: str | None = None) -> Kernel:
-    """Load ``file`` of the ptx folder, whose entry has the file's name; ``text`` stands in for the file's own."""
-    module = drv.load_module(ptx.read(file) if text is None else text)
-    return Kernel(drv, device, module, file.removesuffix(".ptx"))
+    """Load ``file`` of the ptx folder, whose entry has the file's name; ``text`` stands in for the file's own.
+
+    A text is loaded once a device and stays for the life of the process, so that instances by the hundred do not add
+    up. A module that a reset of the context has taken away is loaded anew.
+    """
+    name, text = file.removesuffix(".ptx"), ptx.read(file) if text is None else text
+    key = drv.kind, device, text
+    if key in _modules:
+        with suppress(DriverError):
+            return Kernel(drv, device, _modules[key], name)
+    module = _modules[key] = drv.load_module(text)
+    return Kernel(drv, device, module, name)
 
 
 def wide(values: Sequence[int], length: int) -> ctypes.Array[ctypes.c_uint64]:
