@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
+from helpers import leaks
 from helpers.emulated import FABRIC, NONE, POSIX, READ, Mapped, access, download, machine, memory_prop, refused, upload
 
 from lamport_numba import emulator
@@ -363,4 +364,4 @@ def test_leaks_name_what_is_left(drv, size):
         assert word in found
     os.close(fd)
     mine.close()
-    assert emulator.leaks() == []
+    assert leaks.new() == []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import environment
+from helpers import environment, leaks
 from helpers.emulated import FABRIC, POSIX, Mapped, access, download, machine, memory_prop, multicast_prop, upload
 
 from lamport_numba import emulator
@@ -168,7 +168,7 @@ def test_two_hundred_rounds_leave_nothing_behind(drv):
     assert after[0] == before[0]
     assert after[1] <= before[1] + 5
     assert drv.call("cuMemGetInfo") == free
-    assert emulator.leaks() == []
+    assert leaks.new() == []
 
 
 def test_many_threads_at_once(drv):

@@ -5,7 +5,7 @@ import logging
 import os
 
 import pytest
-from helpers import mpirun
+from helpers import leaks, mpirun
 from helpers.symmetric import Fresh, make, world
 
 from lamport_numba import driver, emulator
@@ -150,7 +150,7 @@ def test_without_the_order_of_teardown_the_unbind_fails(monkeypatch):
         memory.abandon()
 
     assert world(2, program) == [None, None]
-    assert emulator.leaks() == []
+    assert leaks.new() == []
 
 
 # Retries

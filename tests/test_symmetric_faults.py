@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from helpers import leaks
 from helpers.symmetric import Fresh, make, world
 
 from lamport_numba import emulator
@@ -61,7 +62,7 @@ def fail_in_setup(n, way, rank, call, skip):
     def program(c):
         with pytest.raises(SetupError) as caught:
             make(c, **WAYS[way])
-        assert emulator.leaks() == []  # of all ranks: they have waited for each other
+        assert leaks.new() == []  # of all ranks: they have waited for each other
         c.barrier("looked")
         if c.rank == 0:
             emulator.clear()
@@ -184,7 +185,7 @@ def test_an_undo_that_fails_is_logged_and_changes_no_error(caplog):
     assert "not given back: rank 1: cuMemAddressFree failed" in caplog.text
     for base, reservation in list(MEMORY.reservations.items()):
         emulated.cuMemAddressFree(base, reservation.size)
-    assert emulator.leaks() == []
+    assert leaks.new() == []
 
 
 def random_sleeps(n, rounds, longest, seed):

@@ -76,6 +76,9 @@ class Contender:
     def close(self) -> None:
         """Free what the construction took."""
 
+    def abandon(self) -> None:
+        """Free what can be freed without the other ranks, after an error."""
+
     def fill(self, bound: Bound, nbytes: int, call: int) -> None:
         """Put this rank's payload of ``call`` into the input, and something else into the output."""
         self.rig.write(bound.source, payload.words(call, self.rank, nbytes))
@@ -117,6 +120,9 @@ class Ours(Contender):
 
     def close(self) -> None:
         self.gather.close()
+
+    def abandon(self) -> None:
+        self.gather.abandon()
 
 
 def variant(setting: Setting, name: str, text: str) -> Contender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -60,7 +61,7 @@ def run(comm: Any, options: Options, *, show: Callable[[dict[str, Any]], None] |
     shared = len(set(uuids)) < len(uuids)
     if shared and not settings.get("SHARE_DEVICE"):
         shared = False  # our own construction refuses, and says why
-    with drv.current(device), warnings.catch_warnings():
+    with drv.current(device), warnings.catch_warnings(), ExitStack() as on_error:
         warnings.simplefilter("ignore", SentinelWarning)
         rig = Rig(drv, device)
         setting = Setting(
@@ -76,6 +77,8 @@ def run(comm: Any, options: Options, *, show: Callable[[dict[str, Any]], None] |
         )
         contenders, missing = build(setting, options.against)
         contenders += [variant(setting, name, text) for name, text in options.variants.items()]
+        for contender in contenders:
+            on_error.callback(contender.abandon)
         base = floor.measure(
             host,
             rig,
@@ -108,6 +111,7 @@ def run(comm: Any, options: Options, *, show: Callable[[dict[str, Any]], None] |
             result["rows"] += _one_size(host, rig, contenders, base, nbytes, options, result.get("host"))
             if show is not None:
                 show(result)
+        on_error.pop_all()
         for contender in reversed(contenders):
             contender.close()
         rig.close()

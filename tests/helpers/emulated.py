@@ -12,6 +12,8 @@ from cuda.bindings import driver as cuda
 
 from lamport_numba import driver, emulator
 
+from . import leaks
+
 POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 FABRIC = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 NONE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
@@ -32,7 +34,7 @@ def machine(**changes: Any) -> Iterator[driver.Driver]:
     try:
         with drv.current(0):
             yield drv
-        assert emulator.leaks() == []
+        assert leaks.new() == []
     finally:
         emulator.clear()
         emulator.configure(**before)

@@ -10,6 +10,8 @@ from typing import Any
 from lamport_numba import driver, emulator, run_ranks
 from lamport_numba.symmetric import Communicator, SymmetricMemory
 
+from . import leaks
+
 # asked outside any step, or by the seam itself
 UNVOTED = ("cuCtxGetCurrent", "cuCtxSetCurrent")
 
@@ -60,7 +62,7 @@ class Fresh:
     """Asserts at its end that nothing was left behind; ``seconds`` it took."""
 
     def __enter__(self) -> Fresh:
-        assert emulator.leaks() == []
+        assert leaks.new() == []
         self._descriptors = descriptors()
         self._start = time.monotonic()
         return self
@@ -68,5 +70,5 @@ class Fresh:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.seconds = time.monotonic() - self._start
         if kind is None:
-            assert emulator.leaks() == []
+            assert leaks.new() == []
             assert descriptors() <= self._descriptors

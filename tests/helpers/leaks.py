@@ -1,0 +1,19 @@
+"""What a test has left behind on the emulated device.
+
+Memory that an earlier test left on purpose (an object that was abandoned while something might still use it keeps its
+memory until the process ends) is not counted.
+"""
+
+from lamport_numba import emulator
+
+_known: set[str] = set()
+
+
+def forgive() -> None:
+    """From now on what is there is not counted."""
+    _known.update(emulator.leaks())
+
+
+def new() -> list[str]:
+    """What is there now and was not when ``forgive`` was called last."""
+    return [line for line in emulator.leaks() if line not in _known]
