@@ -2,6 +2,7 @@
 happens when a launch does not poll every rank. Runs on GPUs too, but for what chooses its fabric.
 """
 
+import os
 import struct
 from functools import lru_cache
 
@@ -298,9 +299,12 @@ def run_lopsided(comm, deadline):
     memory = MailboxMemory(comm, layout, timeout=deadline)
     with ranks.new_stream() as stream:
         shifted = lamport_numba.to_device(memory.peers.copy_to_host() + np.uint64(layout.offset("inbox")))
+        arguments = out, rank, memory.scratch, shifted, memory.epoch.state, memory.control
+        waits.load(*arguments)
+        comm.Barrier()  # to compile takes longer than the deadline
         for _ in range(4):
             memory.epoch.advance(stream)
-            waits[1, 1, stream](out, rank, memory.scratch, shifted, memory.epoch.state, memory.control)
+            waits[1, 1, stream](*arguments)
         ranks.synchronise(stream)
     comm.Barrier()
     try:
@@ -369,6 +373,7 @@ def run_misaligned(comm, i):
     return 0
 
 
+@pytest.mark.skipif("CUDA_MPS_PIPE_DIRECTORY" in os.environ, reason="under MPS a fault ends the other clients too")
 @pytest.mark.parametrize(("i", "code"), [(2, 0), (3, 716)])
 def test_two_pairs_at_an_odd_index_fault_where_it_could_not_be_seen(i, code):
     """In a process of its own, because a fault costs the context."""

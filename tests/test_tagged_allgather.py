@@ -140,7 +140,8 @@ def run_graph(comm, transport, each, replays):
         with ranks.graph(stream, queue) as replay:
             for turn in range(replays):
                 for x, n in zip(inputs, sizes, strict=True):
-                    x.copy_to_device(payload(rank, turn, n), stream=stream)
+                    x.copy_to_device(payload(rank, turn, n))
+                ranks.synchronise()
                 replay()
                 ranks.synchronise(stream)
                 wrong += [

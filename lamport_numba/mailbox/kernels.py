@@ -72,6 +72,22 @@ class Kernel:
         """The PTX for arguments of these types: values as for a launch, or numba types."""
         return self._text(tuple(_type_of(argument) for argument in arguments))
 
+    def load(self, *arguments: Any) -> None:
+        """Compile and load for arguments like these (values or numba types), without a launch.
+
+        Ranks that wait for each other do so before a barrier: a first launch compiles, which may outlast a deadline.
+        """
+        drv = select()
+        device = drv.default_device()
+        with drv.current(device):
+            self._function(drv, device, tuple(_type_of(argument) for argument in arguments))
+
+    def _function(self, drv: Driver, device: int, signature: tuple[Any, ...]) -> Any:
+        key = (drv.kind, device, signature)
+        if key not in self._loaded:
+            self._loaded[key] = _load(drv, device, self._text(signature), self._entry)
+        return self._loaded[key][1]
+
     def _text(self, signature: tuple[Any, ...]) -> str:
         with self._lock:
             if signature not in self._texts:
@@ -87,10 +103,7 @@ class Kernel:
         device = drv.default_device()
         signature = tuple(_type_of(argument) for argument in arguments)
         with drv.current(device):
-            key = (drv.kind, device, signature)
-            if key not in self._loaded:
-                self._loaded[key] = _load(drv, device, self._text(signature), self._entry)
-            _, function = self._loaded[key]
+            function = self._function(drv, device, signature)
             values = [
                 value
                 for kind, argument in zip(signature, arguments, strict=True)
