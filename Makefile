@@ -65,6 +65,9 @@ bench-emulator: $(READY) ## gathers a second of the emulated device, N=4 ranks
 bench-tables: $(READY) ## the tables of docs/performance.md, from docs/data and the session in OUT (as PREFIX)
 	$(PY) benchmarks/tables.py $(if $(OUT),--take $(OUT)/session.json $(PREFIX))
 
+test-gpu-faults: $(READY) ## faults on real GPUs, ranks sharing one under MPS; run it last, for it kills ranks
+	$(PY) tests/gpu/faults.py --ranks $(or $(RANKS),2,4) $(if $(JSON),--json $(JSON))
+
 lint: $(READY) ## ruff, and mypy --strict on the package
 	$(PY) -m ruff check .
 	$(PY) -m mypy
@@ -77,5 +80,5 @@ clean: ## remove the virtual environment and what tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-setup test-faults soak test-gpu lint verify clean
+.PHONY: help demo test test-setup test-faults soak test-gpu test-gpu-faults lint verify clean
 .PHONY: bench-gpu bench-two-gpus bench-call-path bench-emulator bench-tables

@@ -6,14 +6,13 @@ import time
 
 import numpy as np
 import pytest
-from helpers import deaths
-from helpers.ranks import graph, new_stream, synchronise
+from helpers import deaths, mpirun
+from helpers.faults import DEADLINE, disagree, survive, time_out
+from helpers.ranks import synchronise
 
-from lamport_numba import LamportAllGather, device_array, to_device
-from lamport_numba.errors import LamportError, PeerTimeout, RendezvousTimeout
-from lamport_numba.symmetric import Communicator
+from lamport_numba import LamportAllGather, to_device
+from lamport_numba.errors import PeerTimeout, RendezvousTimeout
 
-DEADLINE = 1.5  # seconds, of the kernels and of each stage on the host
 LONGEST = 20.0  # until a survivor has raised: the machine of a test may be busy
 MATRIX = [
     (how, where, ranks)
@@ -27,70 +26,6 @@ SOME = {
     (signal.SIGSTOP, "between calls", 4),
     (signal.SIGSTOP, "in a graph", 2),
 }
-
-
-def die_at_stage(stage, folder, how):
-    """Let this rank end when it comes to a stage of the set-up."""
-    real = Communicator.all_gather
-
-    def all_gather(self, data, name, timeout=None):
-        if name == stage:
-            deaths.die(folder, how)
-        return real(self, data, name, timeout)
-
-    Communicator.all_gather = all_gather
-
-
-def survive(comm, folder, how, where, victim):
-    dies = comm.rank == victim
-    if where == "set-up" and dies:
-        die_at_stage("map the peers' memory", folder, how)
-    try:
-        gather = LamportAllGather(comm, 1024, transport="peer", timeout=DEADLINE)
-        x, y = to_device(np.full(4, comm.rank, np.float32)), device_array(4 * comm.size, np.float32)
-        gather(x, out=y)
-        synchronise()
-        if where == "between calls":
-            if dies:
-                deaths.die(folder, how)
-            gather(x, out=y)
-            synchronise()
-            gather.check()
-        else:
-            in_a_graph(gather, x, y, folder, how, dies)
-    except LamportError as error:
-        seconds = deaths.seconds_since(folder)
-        try:
-            if where != "set-up":
-                gather.close()  # was told: for a moment it waits for the others, and does not raise
-                gather.close()
-        except LamportError as second:
-            return {"second": repr(second)}
-        return {
-            "type": type(error).__name__,
-            "text": str(error),
-            "rank": error.rank,
-            "missing": list(getattr(error, "missing", ())),
-            "seconds": seconds,
-            "closed": deaths.seconds_since(folder) - seconds,
-        }
-    return "nothing was raised"
-
-
-def in_a_graph(gather, x, y, folder, how, dies):
-    with new_stream() as stream:
-        call = gather.prepare(x, y, stream)
-        with graph(stream, lambda: [call() for _ in range(1000)]) as launch:
-            launch()
-            synchronise(stream)
-            launch()
-            if dies:
-                (channel,) = gather._channels.values()
-                while channel.calls() < 1200:
-                    time.sleep(0.0005)
-                deaths.die(folder, how)
-            synchronise(stream)
-            gather.check()
 
 
 def check(how, where, ranks, longest):
@@ -183,3 +118,13 @@ def test_a_rank_that_was_stopped_for_too_long_finds_that_the_others_have_left():
     env = {"LAMPORT_NUMBA_SETUP_TIMEOUT": "1.5"}
     found = deaths.run(stopped_for_too_long, 2, timeout=60, env=env)
     assert found == [{"value": [1]}] * 2
+
+
+# What the GPU suite runs too
+
+
+@pytest.mark.parametrize("function", [disagree, time_out])
+def test_the_faults_of_the_gpu_suite(function):
+    found = mpirun.run(function, 3)
+    assert found == [found[0]] * 3
+    assert found[0]["type"] == {"disagree": "CallMismatch", "time_out": "PeerTimeout"}[function.__name__]

@@ -46,7 +46,7 @@ _LONGEST: Final = 1e9  # seconds; the kernels count nanoseconds in 64 bits
 _ALARMS: Final = 1024  # words in host memory, one for each reset, so that kernels of before it are told apart
 _GRACE: Final = 0.05  # seconds between two looks at the reports: other ranks' may still be on their way
 _LOOKS: Final = 20
-_LATE: Final = 10.0  # seconds that a close waits for the others after a failure: they may be dead
+_LATE: Final = 3.0  # seconds that a close waits for the others after a failure: they may be dead
 _SET: Final = memoryview(b"\1\0\0\0").cast("I")  # the alarm of an object that cannot be used
 
 _alive: weakref.WeakSet[AllGather] = weakref.WeakSet()

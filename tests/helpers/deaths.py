@@ -21,8 +21,6 @@ from typing import Any
 
 from . import environment, mpirun, rank
 
-OVER = "over"  # a file that each keeper leaves when its rank has ended
-
 
 def run(
     function: Callable[..., Any],
@@ -63,13 +61,19 @@ def keep(folder: Path) -> None:
         os.execv(sys.executable, [sys.executable, "-m", "helpers.deaths", "rank", str(folder)])
     me = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
     os.waitpid(child, os.WUNTRACED if me in job["victims"] else 0)
-    (folder / f"{OVER}-{os.getpid()}").touch()
-    end = time.monotonic() + job["timeout"]
-    while time.monotonic() < end and len(list(folder.glob(f"{OVER}-*"))) < job["ranks"]:
-        time.sleep(0.05)
+    together(folder, "over", job)
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)  # one that is stopped keeps the launcher's pipes open
+    together(folder, "gone", job)  # the launcher ends the other keepers when the first one leaves
     os._exit(0)
+
+
+def together(folder: Path, stage: str, job: Mapping[str, Any]) -> None:
+    """Wait until all keepers have come to ``stage``."""
+    (folder / f"{stage}-{os.getpid()}").touch()
+    end = time.monotonic() + float(job["timeout"])
+    while time.monotonic() < end and len(list(folder.glob(f"{stage}-*"))) < job["ranks"]:
+        time.sleep(0.05)
 
 
 def main(folder: Path) -> None:
