@@ -183,3 +183,33 @@ def test_in_another_network_namespace_it_is_an_error_at_once(monkeypatch):
     assert run.seconds < 5
     assert len({str(error) for error in errors}) == 1
     assert "several network namespaces (containers) of one host" in str(errors[0])
+
+
+def lost(monkeypatch, how):
+    """Lose each rank's first message, before or after it was taken; returns who lost one."""
+    losers = set()
+    sender_of = handles._Post._sender
+
+    def forgetful(post, guest, message, fds):
+        sender = sender_of(post, guest, message, fds)
+        if id(post) not in losers:
+            losers.add(id(post))
+            how(post, guest, sender)
+            return None
+        return sender
+
+    monkeypatch.setattr(handles._Post, "_sender", forgetful)
+    return losers
+
+
+def test_a_message_that_got_lost_is_sent_again(monkeypatch):
+    losers = lost(monkeypatch, lambda post, guest, sender: guest.close())
+    assert world(3, lambda communicator: make(communicator).close()) == [None] * 3
+    assert len(losers) == 3
+
+
+def test_without_an_answer_a_lost_message_is_missed(monkeypatch):
+    lost(monkeypatch, lambda post, guest, sender: guest.close())
+    monkeypatch.setattr(handles._Post, "_taken", lambda post, sent, target: sent.close() or True)
+    found = world(2, make, timeout=1)
+    assert [type(error) for error in found] == [RendezvousTimeout] * 2

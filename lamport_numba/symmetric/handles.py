@@ -8,6 +8,7 @@ that came over MPI. Between hosts of one NVLink domain it is 64 bytes (FABRIC) a
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import logging
 import os
@@ -35,6 +36,7 @@ FABRIC: Final = "fabric"
 
 _MESSAGE: Final = struct.Struct("<8s16sI")  # magic, the receiver's secret, the sender's rank
 _MAGIC: Final = b"LNhandle"
+_TAKEN: Final = b"T"  # the receiver's answer
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _AHEAD: Final = 2  # how many handles a rank may send more than it has received: bounds the descriptors in flight
 _BACKLOG: Final = 128
@@ -228,14 +230,16 @@ class _Post:
         self._take = take
         self._fd = fd
         self._expected = {sender for sender in senders if sender != rank}
+        self._heard: set[int] = set()
         # each rank starts with another receiver
         self._targets = [(rank + step) % size for step in range(1, size)] if rank in senders else []
         self._ahead = _AHEAD if len(senders) > 1 else size
         self._outgoing: socket.socket | None = None
+        self._sent: list[tuple[socket.socket, int]] = []  # to a target that has not said that it took the handle
         self._guests: list[socket.socket] = []  # accepted, and have not spoken yet
 
     def missing(self) -> tuple[int, ...]:
-        return tuple(sorted(self._expected.union(self._targets)))
+        return tuple(sorted(self._expected.union(self._targets, (target for _, target in self._sent))))
 
     def advance(self) -> bool:
         """Send and receive what can be at once; True when all is done."""
@@ -245,19 +249,20 @@ class _Post:
         self._accept()
         for guest in list(self._guests):
             self._hear(guest)
-        return not self._targets and not self._expected
+        self._sent = [sent for sent in self._sent if not self._taken(*sent)]
+        return not self._targets and not self._sent and not self._expected
 
     def idle(self, seconds: float) -> None:
         """Sleep until something comes, at most ``seconds``."""
         poll = select.poll()
-        for listened in (self._door.socket, *self._guests):
+        for listened in (self._door.socket, *self._guests, *(sent for sent, _ in self._sent)):
             poll.register(listened, select.POLLIN)
         if self._outgoing is not None:
             seconds = min(seconds, _RETRY)
         poll.poll(seconds * 1000)
 
     def close(self) -> None:
-        for guest in self._guests:
+        for guest in (*self._guests, *(sent for sent, _ in self._sent)):
             guest.close()
         if self._outgoing is not None:
             self._outgoing.close()
@@ -287,8 +292,22 @@ class _Post:
             self._outgoing.close()
             self._outgoing = None
             return False
-        self._outgoing.close()
+        self._sent.append((self._outgoing, target))
         self._outgoing = None
+        return True
+
+    def _taken(self, sent: socket.socket, target: int) -> bool:
+        """Whether no answer is to be waited for: the target took the handle, or it did not and gets it again."""
+        try:
+            answer = sent.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            answer = b""
+        sent.close()
+        if answer != _TAKEN:
+            self._targets.append(target)
+            self._ahead += 1
         return True
 
     # Receiving
@@ -323,10 +342,14 @@ class _Post:
         try:
             sender = self._sender(guest, message, len(fds))
             if sender is not None:
+                with contextlib.suppress(OSError):  # then it sends again
+                    guest.send(_TAKEN)
                 guest.close()
-                self._expected.discard(sender)
-                self._ahead += 1
-                self._receive(sender, fds)
+                if sender not in self._heard:
+                    self._heard.add(sender)
+                    self._expected.discard(sender)
+                    self._ahead += 1
+                    self._receive(sender, fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -347,7 +370,8 @@ class _Post:
         reason = "that sent something else than a handle"
         if len(message) == _MESSAGE.size and fds <= 1:
             magic, secret, sender = _MESSAGE.unpack(message)
-            if magic == _MAGIC and secrets.compare_digest(secret, self._door.secret) and sender in self._expected:
+            known = sender in self._expected or sender in self._heard
+            if magic == _MAGIC and secrets.compare_digest(secret, self._door.secret) and known:
                 if self._stranger(guest, sender) is None:
                     return int(sender)
                 reason = f"that is not rank {sender}"
