@@ -35,7 +35,7 @@ def test_the_shipped_kernels_survive_the_same(plan: Plan) -> None:
 def test_the_known_fault_is_found_as_the_word_that_was_left_behind() -> None:
     seed, found = controls.hunt(CONTROLS[0])
     assert seed >= 0
-    assert "in call" in found, found  # a word of an earlier call
+    assert "in call" in found or "of an earlier call" in found, found
 
 
 @pytest.mark.parametrize("plan", [controls.CLEANING, controls.SMALLEST], ids=replay)

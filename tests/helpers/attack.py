@@ -226,7 +226,7 @@ class _Rank:
                     place = np.flatnonzero(payload(earlier, index, rank, size * 4) == value)
                     if len(place):
                         return f"word {int(place[0])} of rank {rank} in call {earlier * len(self.sizes) + index}"
-        return "nobody's"
+        return "a sentinel of an earlier call, which travels as 0" if value == 0 else "nobody's"
 
 
 def main(arguments: list[str]) -> int:
