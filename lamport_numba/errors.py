@@ -323,12 +323,23 @@ _HINTS: tuple[tuple[str, int, str], ...] = (
         "the driver is not initialised here; after a fork it cannot be used: start processes by spawn or by mpirun",
     ),
     (_ANY, 4, "the driver is shutting down: close objects before the interpreter ends"),
+    (
+        "cuDeviceGet",
+        101,
+        "there is no such device: they count from 0; CUDA_VISIBLE_DEVICES, or LAMPORT_NUMBA_EMULATED_DEVICES on "
+        "the emulated device, says how many there are",
+    ),
     (_ANY, 46, "another process holds the GPU exclusively: set its compute mode to DEFAULT, or start MPS"),
     (_ANY, 201, "no context is current: make the calls between `with driver.current(device)`"),
     (_ANY, 700, "a kernel touched memory it may not; this process's context is lost and must be restarted"),
     (_ANY, 716, "a kernel made a misaligned access; this process's context is lost and must be restarted"),
     (_ANY, 719, "a kernel failed; this process's context is lost and must be restarted"),
-    (_ANY, 702, "a kernel ran past the display driver's limit of time"),
+    (
+        _ANY,
+        702,
+        "a kernel ran past the display driver's limit of time, or run_ranks ended it after a rank had failed; this "
+        "process's context is lost and must be restarted",
+    ),
     ("cuLaunchKernel", 701, "the launch asks for more threads, registers or shared memory than the kernel can have"),
     (_ANY, 805, "the MPS daemon does not answer: see 'nvidia-cuda-mps-control' and CUDA_MPS_PIPE_DIRECTORY"),
     (_ANY, 807, "the MPS server is not ready (it may still be recovering from a client's fault): try again"),

@@ -86,6 +86,40 @@ def test_a_bad_setting_is_one_line():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["selftest", "stress", "bench"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(command, tmp_path):
+    file = tmp_path / "nowhere" / "report.json"
+    arguments = ["-m", "lamport_numba", command, "--device", "emulated", "--json", str(file)]
+    done = mpirun.command(arguments, 2, check=False)
+    assert done.returncode != 0
+    assert f"--json {file}: cannot be written: No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dtype", "nope"], "--dtype nope: data type 'nope' not understood"),
+        (["--plot", "figure.txt"], "--plot figure.txt: expected a file that ends with .pdf, .svg or .png"),
+    ],
+)
+def test_the_bench_refuses_what_it_cannot_do_before_the_work(arguments, said):
+    done = mpirun.command(["-m", "lamport_numba", "bench", "--device", "emulated", *arguments], None, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_package_that_is_not_installed_is_named_with_what_to_do():
+    code = "import sys; sys.modules['mpi4py'] = None\nfrom lamport_numba import cli\nsys.exit(cli.main(['info']))"
+    done = mpirun.command(["-c", code], None, check=False)
+    assert done.returncode == 2
+    assert "mpi4py is not installed for" in done.stderr
+    assert ".venv/bin/python" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_info_of_a_device_that_is_not_there_says_why_and_fails():
     done = mpirun.command(["-m", "lamport_numba", "info", "--json", "--device", "cuda"], None, check=False)
     found = json.loads(done.stdout)

@@ -22,6 +22,17 @@ def test_no_ranks_is_a_value_error():
         run_ranks(0, lambda comm: None)
 
 
+@pytest.mark.parametrize("n", [2.5, "4", True, None])
+def test_a_number_of_ranks_that_is_no_integer_is_a_type_error(n):
+    with pytest.raises(TypeError, match=r"n is .*; expected the number of ranks"):
+        run_ranks(n, lambda comm: None)
+
+
+def test_what_cannot_be_called_is_a_type_error():
+    with pytest.raises(TypeError, match="fn is None; expected a function of one argument"):
+        run_ranks(2, None)
+
+
 def test_collectives_of_objects():
     def program(comm):
         assert comm.allgather([comm.rank]) == [[rank] for rank in range(comm.size)]

@@ -211,6 +211,15 @@ def test_something_else_is_a_type_error(comm):
         Communicator(comm)
 
 
+def test_the_null_communicator_is_named():
+    MPI = pytest.importorskip("mpi4py.MPI")
+    freed = MPI.COMM_SELF.Dup()
+    freed.Free()
+    for comm in (MPI.COMM_NULL, freed):
+        with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL"):
+            Communicator(comm)
+
+
 def test_the_application_s_messages_do_not_meet_ours():
     def body(comm):
         peer = 1 - comm.rank

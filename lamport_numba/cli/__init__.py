@@ -19,6 +19,11 @@ from .._version import __version__
 from ..errors import LamportError, SettingError
 from . import _common
 
+_DEPENDENCIES = ("cuda", "llvmlite", "mpi4py", "numba", "numba_cuda", "numpy")
+_INSTALL = (
+    "use a python that has it, as .venv/bin/python of a checkout after `make demo`, or `pip install .[cu13,mpich]`"
+)
+
 
 def commands() -> dict[str, ModuleType]:
     """The commands by name."""
@@ -58,8 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _rank_0_first()
         status = _say(options.command, f"{type(error).__name__}: {error}", 1)
         _common.end_all_ranks(status)
-    except Exception:
+    except Exception as error:
         _rank_0_first()
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _DEPENDENCIES:
+            status = _say(options.command, f"{error.name} is not installed for {sys.executable}: {_INSTALL}", 2)
+            _common.end_all_ranks(status)
+            return status
         sys.excepthook(*sys.exc_info())
         status = 1
         _common.end_all_ranks(status)

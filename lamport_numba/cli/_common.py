@@ -86,6 +86,20 @@ def rank() -> int:
     return int(mpi.COMM_WORLD.Get_rank()) if mpi is not None else 0
 
 
+def check_file(comm: Any, name: str, file: str | os.PathLike[str] | None) -> None:
+    """Find out before the work, and on all ranks, whether rank 0 can write ``file``, given as the option ``name``."""
+    wrong = None
+    if file is not None and comm.Get_rank() == 0:
+        try:
+            with open(file, "a"):
+                pass
+        except OSError as error:
+            wrong = f"{name} {file}: cannot be written: {error.strerror}"
+    wrong, mine = comm.bcast(wrong), wrong
+    if wrong is not None:
+        raise CannotStart(mine or "")
+
+
 def end_all_ranks(status: int) -> None:
     """End the whole job if MPI runs with several ranks; the others may wait for this one."""
     mpi = _started()

@@ -59,6 +59,10 @@ def run(options: argparse.Namespace) -> int:
     from ..bench import measure, plot, report
 
     plan = _plan(options, emulated=chosen.kind == "emulated")
+    _common.check_file(comm, "--json", options.json)
+    if options.plot and Path(options.plot).suffix not in (".pdf", ".svg", ".png"):
+        raise _common.CannotStart(f"--plot {options.plot}: expected a file that ends with .pdf, .svg or .png")
+    _common.check_file(comm, "--plot", options.plot)
     first = comm.Get_rank() == 0
     result = measure.run(comm, plan, show=_Printer(plan.modes) if first else None)
     result = {**report.circumstances(), **result}
@@ -94,6 +98,8 @@ class _Printer:
 
 
 def _plan(options: argparse.Namespace, *, emulated: bool) -> Options:
+    import numpy as np
+
     from ..bench import contenders, measure, sizes
 
     def listed(text: str, known: tuple[str, ...], name: str) -> list[str]:
@@ -103,6 +109,10 @@ def _plan(options: argparse.Namespace, *, emulated: bool) -> Options:
             raise _common.CannotStart(f"--{name}: {', '.join(wrong)} is unknown; there are {', '.join(known)}")
         return found
 
+    try:
+        np.dtype(options.dtype)
+    except TypeError as error:
+        raise _common.CannotStart(f"--dtype {options.dtype}: {error}") from None
     try:
         spans = sizes.parse(options.sizes or ("16,1K,4K" if emulated else "16-1M"))
     except ValueError as error:

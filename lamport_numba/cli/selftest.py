@@ -41,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     comm = _common.world()
     chosen = _common.choose_device(comm, options, fall_back_if_few=False)
     asked = {"transport": _common.asked_transport(options), "timeout": options.timeout}
+    _common.check_file(comm, "--json", options.json)
     file = options.json if comm.Get_rank() == 0 else None
     return int(run_all(comm, options.case or list(CASES), asked, str(chosen), file)["failed"] > 0)
 

@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     from ..bench import stress
 
     plan = _plan(options, chosen.kind)
+    _common.check_file(comm, "--json", options.json)
     first = comm.Get_rank() == 0
     bar = stress.Bar(plan.calls) if first else None
     outcome = stress.run(comm, plan, progress=bar)

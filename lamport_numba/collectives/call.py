@@ -167,9 +167,12 @@ def fits(nbytes: int, limit: int, unit: int) -> bool:
 def check_size(rank: int, source: Buffer, limit: int, unit: int) -> None:
     """Refuse a size that cannot be gathered."""
     if not fits(source.nbytes, limit, unit):
+        expected = f"1 to the capacity of {limit} bytes"
+        if unit > 1:
+            expected = f"a multiple of {unit} from {unit} to the capacity of {limit} bytes"
+        hint = "; TaggedAllGather takes any number of bytes" if 0 < source.nbytes <= limit else ""
         raise ValueError(
-            f"rank {rank}: an array of {source.nbytes} bytes cannot be gathered; "
-            f"expected a multiple of {unit} from {unit} to the capacity of {limit} bytes"
+            f"rank {rank}: an array of {source.nbytes} bytes cannot be gathered; expected {expected}{hint}"
         )
 
 

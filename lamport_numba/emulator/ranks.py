@@ -417,8 +417,12 @@ def run_ranks(
     others are released from what they wait for. Raises RanksTimeout, naming the ranks that still run, after ``timeout``
     seconds.
     """
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
+        raise TypeError(f"n is {n!r}; expected the number of ranks, an integer from 1")
     if n < 1:
         raise ValueError(f"n is {n}; expected at least 1 rank")
+    if not callable(fn):
+        raise TypeError(f"fn is {fn!r}; expected a function of one argument, the rank's communicator")
     with _devices(n, fabric, seed, residency) as session:
         return _run(n, fn, session, timeout)
 

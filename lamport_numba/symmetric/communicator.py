@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import struct
+import sys
 import time
 import zlib
 from collections import Counter
@@ -57,6 +58,11 @@ class Communicator:
         if not all(hasattr(comm, name) for name in ("Idup", "Isend", "Irecv", "Iprobe")):
             raise TypeError(
                 f"comm is {comm!r}; expected an mpi4py communicator, as MPI.COMM_WORLD, or that of run_ranks"
+            )
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and isinstance(comm, mpi.Comm) and comm == mpi.COMM_NULL:
+            raise ValueError(
+                "comm is MPI.COMM_NULL; expected a communicator that has this process in it and is not freed"
             )
         if getattr(comm, "Is_inter", bool)():
             raise TypeError("comm is an inter-communicator; expected an intra-communicator")
