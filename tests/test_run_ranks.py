@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from lamport_numba import LamportAllGather, to_device
 from lamport_numba.emulator.baton import Baton, HostDeadlock
 from lamport_numba.emulator.ranks import RankAborted, RanksTimeout, _run, run_ranks
 
@@ -269,3 +270,23 @@ def test_a_deadlock_of_the_hosts_is_seen_at_once():
 
     with pytest.raises(HostDeadlock, match="1 ranks that still run"):
         _run(2, program, _Session(Baton(3, 2)), 30)
+
+
+def test_after_a_rank_has_failed_the_devices_work_again():
+    kept = []  # so that no finaliser tells the other rank
+
+    def spins_or_raises(comm):
+        gather = LamportAllGather(comm, 64, timeout=300)
+        kept.append(gather)
+        if comm.Get_rank() == 1:
+            time.sleep(0.3)
+            raise ArithmeticError("before its call")
+        gather(to_device(np.ones(4, np.float32))).copy_to_host()
+
+    def gathers(comm):
+        with LamportAllGather(comm, 64, timeout=60) as gather:
+            return gather(to_device(np.full(4, comm.Get_rank(), np.float32))).copy_to_host().tolist()
+
+    with pytest.raises(ArithmeticError):
+        run_ranks(2, spins_or_raises)
+    assert run_ranks(2, gathers) == [[0.0] * 4 + [1.0] * 4] * 2

@@ -541,10 +541,19 @@ class Session:
 
     def __init__(self, baton: Baton | None) -> None:
         self.baton = baton
+        self.aborted = False
 
     def abort(self, why: str) -> None:
         """End what still runs on the devices, so that threads in a synchronise return."""
+        self.aborted = True
         ENGINE.stop(why)
+
+    def give_back(self) -> None:
+        """Let the contexts work again that the abort has ruined: the next run borrows the same devices."""
+        for device in MACHINE.devices:
+            context = device.context
+            if self.aborted and context is not None and context.error == result.CUDA_ERROR_LAUNCH_TIMEOUT:
+                context.error = None
 
 
 _in_session = threading.Lock()
@@ -572,11 +581,13 @@ def session(
             baton = Baton(CONFIG.seed, n, ENGINE.step, _clock, _jump)
         ENGINE.baton = baton
         ENGINE.draws = baton.draws if baton is not None else random.Random(CONFIG.seed)
+        lent = Session(baton)
         try:
-            yield Session(baton)
+            yield lent
         finally:
             ENGINE.baton = None
             _drain()
+            lent.give_back()
             configure(**before)
     finally:
         _in_session.release()
