@@ -5,13 +5,16 @@ memory until the process ends) is not counted.
 """
 
 from lamport_numba import emulator
+from lamport_numba.emulator.multicast import MulticastObject
 
 _known: set[str] = set()
 
 
 def forgive() -> None:
-    """From now on what is there is not counted."""
+    """From now on what is there is not counted, nor are the multicast slots that it takes."""
     _known.update(emulator.leaks())
+    for thing in MulticastObject.known.values():
+        thing.binds.clear()
 
 
 def new() -> list[str]:
