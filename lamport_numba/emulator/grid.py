@@ -65,9 +65,11 @@ class _Block:
     One mapping holds the header, the parameters and the memories of the access sites; others hold the CTAs' slots.
     """
 
-    def __init__(self, kernel: Kernel, threads: int, shared_bytes: int, frame_bytes: int, adversarial: bool) -> None:
-        self.shape = (threads, shared_bytes, frame_bytes, adversarial)
-        self.warps = -(-threads // layout.WARP_SIZE)
+    def __init__(
+        self, kernel: Kernel, block: tuple[int, int, int], shared_bytes: int, frame_bytes: int, adversarial: bool
+    ) -> None:
+        self.shape = (block, shared_bytes, frame_bytes, adversarial)
+        self.warps = -(-block[0] * block[1] * block[2] // layout.WARP_SIZE)
         self.lanes_at = layout.lanes_at(self.warps)
         self.shared_at = _up(self.lanes_at + self.warps * layout.WARP_SIZE * frame_bytes, 128)
         self.buffers_at = _up(self.shared_at + shared_bytes, 16)
@@ -168,7 +170,7 @@ class Grid:
         self._fault: Fault | None = None
         self._status: Status | None = None
         self._final = (0, False, 0)  # resident, triggered and steps once the block is given back
-        shape = (threads, kernel.shared_bytes + shared_bytes, self._code.frame_bytes, fabric.is_adversarial)
+        shape = (block, kernel.shared_bytes + shared_bytes, self._code.frame_bytes, fabric.is_adversarial)
         b = self._take_block(shape)
         self._block: _Block | None = b
         b.forget(table)
@@ -185,7 +187,7 @@ class Grid:
             *(threads, b.warps, b.lanes_at, shape[2], b.shared_at, shape[1], kernel.param_bytes, table.device),
             *(0, next(_sequence)),
             *(0, 0, 0, 0, 0, 0, 0, 0, 0),
-            *(b.orphans, *self._order(), 0, b.buffers_at),
+            *(b.orphans, *self._order(), 0, b.buffers_at, 0),
         )
 
     def _order(self) -> tuple[int, int]:
@@ -197,7 +199,7 @@ class Grid:
             step += 1
         return step, self.fabric.draw(self.total)
 
-    def _take_block(self, shape: tuple[int, int, int, bool]) -> _Block:
+    def _take_block(self, shape: tuple[tuple[int, int, int], int, int, bool]) -> _Block:
         pool = self.kernel.pool
         for i in range(len(pool) - 1, -1, -1):
             if pool[i].shape == shape:

@@ -30,7 +30,7 @@ from .syntax import (
     Vector,
 )
 
-__all__ = ["Flat", "flatten", "liveness", "registers_of"]
+__all__ = ["Flat", "flatten", "has_result", "liveness", "mapped", "registers_of", "successors"]
 
 # Instructions without a result; in all others the first operand is the result.
 _NO_RESULT = frozenset(
@@ -120,7 +120,7 @@ class _Inliner:
                 continue
             guard = rename(item.guard) if item.guard is not None else None
             assert guard is None or isinstance(guard, Register)
-            operands = tuple(_mapped(o, rename) for o in item.operands)
+            operands = tuple(mapped(o, rename) for o in item.operands)
             if item.op in ("bra", "brx"):
                 operands = tuple(Symbol(prefix + o.name) if isinstance(o, Symbol) else o for o in operands)
             copy = Instruction(item.op, item.mods, operands, item.line, guard, item.guard_negated)
@@ -174,7 +174,8 @@ class _Inliner:
             self.items.append(Label(skip, call.line))
 
 
-def _mapped(operand: Operand, rename: Callable[[Operand], Operand]) -> Operand:
+def mapped(operand: Operand, rename: Callable[[Operand], Operand]) -> Operand:
+    """The operand with every name inside it replaced."""
     match operand:
         case Vector(items):
             return Vector(tuple(map(rename, items)))

@@ -63,11 +63,11 @@ GRID = Record(
     i64 fault_address;
     i32 fault_size, orphans;
     ptr orphan_list;
-    i32 order_step, order_start, calm, buffers_at"""
+    i32 order_step, order_start, calm, buffers_at, brief"""
 )
-CTA = Record("i32 live, x, y, z, rank, triggered, barred, buffered, held")
+CTA = Record("i32 live, x, y, z, rank, triggered, barred, buffered, held, laid_out")
 BARRIER = Record("i32 arrived, expected, waiting, ones", size=16)
-WARP = Record("i32 ready, live, collective, barred, depending, sampling, size, first", size=32)
+WARP = Record("i32 ready, live, collective, barred, depending, sampling, spinning", size=32)
 LANE = Record("i32 state, mask, op, b, c, ones; i64 a, result; i32 tid_x, tid_y, tid_z, lane, warp, site", size=64)
 TABLE = Record("i64 count, version; ptr entries")
 ENTRY = Record("i64 base, end; i32 kind, access; i64 key; ptr members; i32 member_count, spare", size=48)
@@ -94,7 +94,9 @@ def lanes_at(warps: int) -> int:
 
 
 # What a step function answers: why the lane came back.
-EXIT, SPIN, YIELD, COLLECTIVE, BARRIER_WAIT, GRID_WAIT, SAMPLE, FAULT = range(8)
+# SPIN and LOOKED come from the
+# way back of a loop that polls: without having changed memory since the lane was called, or having.
+EXIT, SPIN, LOOKED, YIELD, COLLECTIVE, BARRIER_WAIT, GRID_WAIT, SAMPLE, FAULT = range(9)
 
 # What a run answers.
 RUNNING, STALLED, FINISHED, FAULTED = range(4)

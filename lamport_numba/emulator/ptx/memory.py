@@ -249,6 +249,9 @@ def _load(t: Translator, item: Instruction, mods: Mods) -> None:
     bits = 8 * access.unit
     atomic = access.order != "" and bits <= 64
     order = "acquire" if access.order == "acquire" else "monotonic"
+    base = t.operand(1).base if isinstance(t.operand(1), Address) else None  # type: ignore[union-attr]
+    given = isinstance(base, Symbol) and base.target in t.kernel.params
+    how = ", !invariant.load !1" if given else ""
     found = []
     for i in range(access.count):
         at = place.pointer + i * access.unit
@@ -260,7 +263,7 @@ def _load(t: Translator, item: Instruction, mods: Mods) -> None:
             volatile = "volatile " if access.order in ("volatile", "mmio") else ""
             value = c.op(f"i{bits}", f"load atomic {volatile}i{bits}, {at} {order}, align {access.unit}")
         else:
-            value = at.load(f"i{bits}", f", align {access.unit}")
+            value = at.load(f"i{bits}", f", align {access.unit}{how}")
         found.append(value)
     for target, value in zip(_elements(t, t.operand(0), access.count), found, strict=True):
         t.write(target, value, signed=TYPES[access.kind][1] == "s")

@@ -184,6 +184,9 @@ def _dispatch() -> Code:
         mask = left.lt(32).select((c.const("i32", 1) << (left & 31)) - 1, -1)
         for name in WARP.offsets:
             c.put(warp, WARP, name, mask if name in ("ready", "live") else 0)
+    with c.when(c.get(slot, CTA, "laid_out").ne(0)):  # lanes that exit leave their frames as they should begin
+        c.ret()
+    c.put(slot, CTA, "laid_out", 1)
     dx, dy = c.get(grid, GRID, "ntid_x"), c.get(grid, GRID, "ntid_y")
     tx, ty, tz = (c.variable("i32", 0) for _ in range(3))
     lane = c.variable("ptr")
@@ -243,12 +246,14 @@ def _resolve() -> Code:
             rest.set(rest.get() & ~members)
             arrived.set(arrived.get() & ~members)
             c.put(warp, WARP, "ready", c.get(warp, WARP, "ready") | members)
+            c.put(warp, WARP, "spinning", c.get(warp, WARP, "spinning") & ~members)
             moved.set(1)
     c.put(warp, WARP, "collective", arrived.get())
 
     # activemask: whoever waits at the same place is answered together
     waiting = c.variable("i32", c.get(warp, WARP, "sampling"))
     c.put(warp, WARP, "ready", c.get(warp, WARP, "ready") | waiting.get())
+    c.put(warp, WARP, "spinning", c.get(warp, WARP, "spinning") & ~waiting.get())
     c.put(warp, WARP, "sampling", 0)
     with c.forever() as (_, leave):
         more = c.fresh("more")
@@ -385,6 +390,7 @@ def _barriers() -> Code:
                                 c.put(lane, LANE, "result", arrived.to("i64"))
                                 c.put(warp, WARP, "barred", c.get(warp, WARP, "barred") & ~mine)
                                 c.put(warp, WARP, "ready", c.get(warp, WARP, "ready") | mine)
+                                c.put(warp, WARP, "spinning", c.get(warp, WARP, "spinning") & ~mine)
                                 moved.set(1)
     c.put(slot, CTA, "barred", pending.get())
     c.ret(moved.get())

@@ -4,6 +4,10 @@
 then collectives
 and barriers that are complete let their lanes go. A CTA that has ended gives its slot to the next one.
 
+Most passes are *brief*: once a lane has found what it polls unchanged, the other lanes of its warp that polled in vain
+before are left out. They wait for words that come together, mostly, and their frames are more memory than a cache
+holds.
+
 *Progress* is strict: a lane that exits, comes out of a collective or a barrier, or has changed memory since its last
 step. Coming
 back from a loop that only looks is none. A whole pass without any is answered STALLED.
@@ -11,15 +15,18 @@ back from a loop that only looks is none. A whole pass without any is answered S
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from . import layout
 from .adversary import draw
 from .ir import Code, Value, Variable
-from .layout import CTA, FABRIC, GRID, WARP
+from .layout import CTA, FABRIC, GRID, LANE, WARP
 from .runtime import lane_at, warp_at
 
 __all__ = ["scheduler"]
 
 _FAULTED = 2  # what a pass over a CTA answers beside 0 and 1 (progress)
+_BRIEF = 4  # in one pass of so many every lane has a step
 _TURNS = 64  # how often a warp goes on at once after a collective, before the next has its turn
 
 
@@ -27,7 +34,8 @@ def _turn() -> Code:
     """One pass over a CTA: 0, 1 (progress) or 2 (fault)."""
     c = Code("turn", "i32", [("ptr", "grid"), ("ptr", "slot")], "noinline")
     grid, slot = c.params["grid"], c.params["slot"]
-    progress = c.variable("i32", 0)
+    brief = c.get(grid, GRID, "brief").eq(0).select(c.const("i32", 0), -1)
+    progress, rest = c.variable("i32", 0), c.variable("i32", 0)
     stride = c.get(grid, GRID, "stride").to("i64")
     steps = c.variable("i64", 0)
     with c.each(c.get(grid, GRID, "warps")) as index:
@@ -40,11 +48,24 @@ def _turn() -> Code:
             progress.set(1)
         again = c.fresh("again")
         c.label(again)
-        with c.each_bit(c.get(warp, WARP, "ready")) as bit:
+        ready = c.get(warp, WARP, "ready")
+        alike = c.get(warp, WARP, "spinning") & ready & brief
+        rest.set(ready)
+
+        def skip(mine: Value, alike: Value = alike) -> None:
+            rest.set(rest.get() & ~(alike & mine).ne(0).select(alike, 0))
+
+        with c.forever() as (_, leave):
+            more = c.fresh("more")
+            now = rest.get()
+            c.branch(now.ne(0), more, leave)
+            c.label(more)
+            rest.set(now & (now - 1))
+            bit = now.lowest_bit()
             lane = first + bit.to("i64") * stride
             steps.set(steps.get() + 1)
             why = c.call("i32", "step", lane, slot, grid)
-            _settle(c, grid, slot, warp, lane, bit, index, why, progress)
+            _settle(c, grid, slot, warp, lane, bit, index, why, progress, skip)
         with c.when((c.get(warp, WARP, "collective") | c.get(warp, WARP, "sampling")).ne(0)):
             answered = c.call("i1", "resolve", grid, slot, warp, index)
             progress.set(progress.get() | answered.to("i32"))
@@ -77,8 +98,9 @@ def _settle(
     index: Value,
     why: Value,
     progress: Variable,
+    skip: Callable[[Value], None] | None = None,
 ) -> None:
-    """Do what a lane came back for."""
+    """Do what a lane came back for; ``skip`` is told of one that spins."""
     mine = c.const("i32", 1) << bit
     end = c.fresh("settled")
     names = [c.fresh(f"why{n}") for n in range(layout.FAULT + 1)]
@@ -87,6 +109,7 @@ def _settle(
     c.open = False
 
     c.label(names[layout.EXIT])
+    c.put(lane, LANE, "state", 0)
     for name in ("ready", "live"):
         c.put(warp, WARP, name, c.get(warp, WARP, name) & ~mine)
     c.bump(slot, CTA, "live", -1)
@@ -94,9 +117,18 @@ def _settle(
     c.jump(end)
 
     c.label(names[layout.SPIN])
+    if skip is not None:
+        skip(mine)
+    c.put(warp, WARP, "spinning", c.get(warp, WARP, "spinning") | mine)
+    c.jump(end)
+
+    c.label(names[layout.LOOKED])
+    c.put(warp, WARP, "spinning", c.get(warp, WARP, "spinning") | mine)
+    progress.set(1)
     c.jump(end)
 
     c.label(names[layout.YIELD])
+    c.put(warp, WARP, "spinning", c.get(warp, WARP, "spinning") & ~mine)
     progress.set(1)
     c.jump(end)
 
@@ -147,6 +179,8 @@ def _run() -> Code:
     with c.forever():
         progress.set(0)
         _stop_if_told(c, grid)
+        brief = c.get(grid, GRID, "brief") + 1
+        c.put(grid, GRID, "brief", brief.lt(_BRIEF).select(brief, 0))
         with c.each(high) as index:
             slot = (slots + index.to("i64") * 8).load("ptr")
             with c.forever() as (again, leave):

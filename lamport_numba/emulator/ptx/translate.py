@@ -16,12 +16,13 @@ lane yields.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import PtxError
 from . import layout
-from .flow import Flat, flatten, liveness
+from .flow import Flat, flatten, liveness, registers_of
 from .ir import Code, Value
 from .layout import CTA, GRID, LANE
 from .syntax import (
@@ -39,11 +40,17 @@ from .syntax import (
     Symbol,
     Variable,
 )
+from .webs import constants, split
 
 __all__ = ["Handler", "Mods", "Translation", "Translator", "instruction", "translate"]
 
 FUEL = 1 << 16  # loop iterations before a lane that computes lets the others run
+_LEAVES = frozenset(
+    ["bar", "barrier", "vote", "shfl", "match", "redux", "elect", "activemask", "griddepcontrol", "nanosleep"]
+)
+_ACCESSES = frozenset(["ld", "st", "atom", "red", "multimem"])
 _LOCAL_AT = "$LOCAL_AT"  # where local memory begins in a frame: known once all saved registers are
+_SAVED_AT = re.compile(r"\$SAVED_AT\.(\d+)\$")  # where a register is saved, likewise
 _COLD = ", !prof !0"  # the first target of such a branch is the likely one
 
 
@@ -128,12 +135,14 @@ class Translator:
         self.kernel = kernel
         self.adversarial = adversarial
         self.item = Instruction("", (), (), kernel.line)
-        self.flat = flatten(source, kernel)
+        self.flat = split(flatten(source, kernel))
         self.live = liveness(self.flat)
         self.at = 0
         self.sites: list[Site] = []
         self.resumes: list[str] = []
-        self.saved: dict[Register, int] = {}
+        self.left: list[list[Register]] = []  # the registers saved at each place where the thread is left
+        self.computed: set[int] = set()  # indices of registers that are computed anew at each call
+        self.hoisted: set[int] = set()  # the places of their definitions
         self.c = c = Code("step", "i32", [("ptr noalias", "lane"), ("ptr", "cta"), ("ptr", "grid")], "alwaysinline")
         self.lane, self.cta, self.grid = c.params["lane"], c.params["cta"], c.params["grid"]
         self.fuel = c.variable("i32", name="fuel")
@@ -300,7 +309,8 @@ class Translator:
         if head == "nclusterid":
             return self.once(f"nctaid_{axis}")
         if head in ("ctaid", "clusterid"):
-            return c.get(self.cta, CTA, axis)
+            # fixed for as long as code that is compiled together can see: another CTA comes in by a call
+            return c.get(self.cta, CTA, axis, ", !invariant.load !1")
         if head in ("cluster_ctaid", "cluster_ctarank", "is_explicit_cluster"):
             return c.const("i32", 0)
         if head in ("cluster_nctaid", "cluster_nctarank"):
@@ -336,9 +346,10 @@ class Translator:
     def leave(self, why: int | Value, live: int) -> None:
         """Save what is live, return ``why``, and go on here when the lane is called again."""
         c = self.c
-        registers = [r for r in self.flat.registers if live >> r.index & 1]
+        registers = [r for r in self.flat.registers if live >> r.index & 1 and r.index not in self.computed]
         name = f"resume.{len(self.resumes) + 1}"
         self.resumes.append(name)
+        self.left.append(registers)
         for register in registers:
             self.frame_slot(register).store(self.read(register, register.bits).to(f"i{max(register.bits, 8)}"))
         c.put(self.lane, LANE, "state", len(self.resumes))
@@ -349,12 +360,28 @@ class Translator:
             c.do(f"store {value}, ptr {self.slot(register)}")
 
     def frame_slot(self, register: Register) -> Value:
-        at = self.saved.get(register)
-        if at is None:
-            at = self.saved[register] = LANE.size + 8 * len(self.saved) if register.bits <= 64 else -1
-            if at < 0:
-                raise self.fail("a 128-bit register is live where the thread can be left, which is not emulated")
-        return self.lane + at
+        if register.bits > 64:
+            raise self.fail("a 128-bit register is live where the thread can be left, which is not emulated")
+        return self.lane + Value(self.c, "i64", f"$SAVED_AT.{register.index}$")
+
+    def frame_slots(self) -> tuple[dict[str, int], int]:
+        """Where registers are saved, and the end of that: two that are never saved together share a place. A lane
+        that waits should touch little memory."""
+        together: dict[Register, set[Register]] = {}
+        for registers in self.left:
+            for register in registers:
+                together.setdefault(register, set()).update(registers)
+        often = sorted(together, key=lambda r: (-r.bits, -sum(r in registers for registers in self.left)))
+        places: dict[Register, int] = {}
+        for register in often:
+            size = max(register.bits // 8, 1)
+            taken = [(places[o], places[o] + max(o.bits // 8, 1)) for o in together[register] if o in places]
+            at = LANE.size
+            while any(low < at + size and at < high for low, high in taken):
+                at += size
+            places[register] = at
+        end = max((at + max(r.bits // 8, 1) for r, at in places.items()), default=LANE.size)
+        return {str(register.index): at for register, at in places.items()}, end
 
     def live_after(self) -> int:
         """What must be kept while an instruction waits: all that is live after it but its own results."""
@@ -386,6 +413,7 @@ class Translator:
     def translate(self) -> Translation:
         c = self.c
         polling = self.polling_branches()
+        self.compute_first(polling)
         for at, item in enumerate(self.flat.items):
             self.at = at
             if isinstance(item, Label):
@@ -394,6 +422,8 @@ class Translator:
             if not c.open:
                 c.label(c.fresh("unreached"))
             self.item = item
+            if at in self.hoisted:
+                continue
             if item.op in ("bra", "brx"):
                 self.jump(item, polling)
                 continue
@@ -416,9 +446,12 @@ class Translator:
             state = c.first("i32", "load i32, ptr %lane")
             cases = " ".join(f"i32 {n + 1}, label %{name}" for n, name in enumerate(self.resumes))
             c.enter = f"switch {state}, label %begin [{cases}]"
-        saved = LANE.size + 8 * len(self.saved)
+        places, saved = self.frame_slots()
         local_at = saved + -saved % 16
-        c.lines = [line.replace(_LOCAL_AT, str(local_at)) for line in c.lines]
+        c.lines = [
+            _SAVED_AT.sub(lambda found: str(places[found[1]]), line).replace(_LOCAL_AT, str(local_at))
+            for line in c.lines
+        ]
         frame = local_at + self.local_bytes
         return Translation(
             c,
@@ -432,6 +465,30 @@ class Translator:
             [self.offsets[p] for p in self.kernel.params],
             max((m.bit_count() for m in self.live), default=0),
         )
+
+    def compute_first(self, polling: set[int]) -> None:
+        """Compute what never changes whenever the thread is called, instead of saving it where the thread is left."""
+        known = constants(self.flat, self.kernel.params)
+        kept = 0
+        leaves = _LEAVES | (_ACCESSES if self.adversarial else frozenset())
+        for at, item in enumerate(self.flat.items):
+            if isinstance(item, Instruction) and (at in polling or item.op in leaves):
+                kept |= self.live[at] | self.live[at + 1]
+        wanted = {index for index in known if kept >> index & 1}
+        for index in reversed(known):
+            if index in wanted:
+                wanted |= {r.index for o in known[index].operands[1:] for r in registers_of(o)}
+        c, lines = self.c, self.c.lines
+        c.lines = []
+        for index, item in known.items():
+            if index in wanted:
+                self.item = item
+                _HANDLERS[item.op](self, item, Mods(self, item))
+        c.entry += c.lines
+        c.lines = lines
+        self.computed = wanted
+        hoisted = {id(known[index]) for index in wanted}
+        self.hoisted = {at for at, item in enumerate(self.flat.items) if id(item) in hoisted}
 
     def polling_branches(self) -> set[int]:
         """The branches backwards of loops that look at memory others write: those yield on every way back."""
@@ -501,7 +558,7 @@ class Translator:
         c = self.c
         if target <= self.at:
             if polls:
-                why = self.moved.get().select(c.const("i32", layout.YIELD), layout.SPIN)
+                why = self.moved.get().select(c.const("i32", layout.LOOKED), layout.SPIN)
                 self.leave(why, self.live[target])
             else:
                 fuel = self.fuel.get() - 1

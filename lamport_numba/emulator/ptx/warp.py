@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from . import layout
 from .ir import Value
-from .layout import GRID, LANE
+from .layout import CTA, GRID, LANE
 from .syntax import Instruction, Pair
 from .translate import _COLD, Mods, Translator, instruction
 
@@ -40,7 +40,8 @@ def _collective(
     code = t.c
     me = code.const("i32", 1) << code.get(t.lane, LANE, "lane", ", !invariant.load !1")
     t.require((mask & me).ne(0), layout.F_MASK)
-    for name, value in (("mask", mask), ("op", op), ("a", a), ("b", b), ("c", c)):
+    operands = (("mask", mask), ("op", op), ("a", a), ("b", b), ("c", c))
+    for name, value in operands[:2] if op == OP_SYNC else operands:
         wide = value.to(LANE.types[name]) if isinstance(value, Value) else value
         code.put(t.lane, LANE, name, wide)
     code.put(t.lane, LANE, "site", t.site())
@@ -201,7 +202,8 @@ def _dependency(t: Translator, item: Instruction, mods: Mods) -> None:
     code = t.c
     if mods.take("launch_dependents"):
         mods.done()
-        code.call("void", "trigger", t.grid, t.cta)
+        with code.when(code.get(t.cta, CTA, "triggered").eq(0)):
+            code.call("void", "trigger", t.grid, t.cta)
         return
     if not mods.take("wait"):
         raise t.fail("griddepcontrol waits, or launches dependents")
@@ -220,5 +222,5 @@ def _nanosleep(t: Translator, item: Instruction, mods: Mods) -> None:
     t.count(1)
     mods.type("u32")
     mods.done()
-    why = t.moved.get().select(t.c.const("i32", layout.YIELD), layout.SPIN)
+    why = t.moved.get().select(t.c.const("i32", layout.LOOKED), layout.SPIN)
     t.leave(why, t.live_after())
