@@ -34,6 +34,7 @@ __all__ = ["ENGINE", "Engine", "Session", "session"]
 
 _SPINS: Final = 100  # stalled rounds that only yield the processor, before sleeps begin
 _FEW_SPINS: Final = 2
+_EARLY: Final = 8  # rounds that a kernel waits before its programmatic dependent starts early
 _NAP: Final = 20e-6
 _LONGEST_NAP: Final = 500e-6
 _TICK: Final = 0.0005  # seconds between two looks of the background thread; longer while others see to the work
@@ -65,6 +66,7 @@ class Turn:
         self._owner = 0
         self._depth = 0
         self.wanted = 0  # threads that block for it: a long drive gives way to them
+        self.napping = False
         self.news = threading.Event()  # something happened that a napping driver should see
 
     @property
@@ -204,8 +206,11 @@ class Engine:
         if stalls <= spins:
             os.sched_yield()
         else:
-            self.turn.news.wait(min(_NAP * (stalls - spins), _LONGEST_NAP))
-            self.turn.news.clear()
+            turn = self.turn
+            turn.napping = True
+            turn.news.wait(min(_NAP * (stalls - spins), _LONGEST_NAP))
+            turn.napping = False
+            turn.news.clear()
 
     def _sleep(self, ready: Callable[[], bool]) -> None:
         self._crowd = True
@@ -254,6 +259,8 @@ class Engine:
                 launch.end()
             elif status == _FAULTED:
                 self._fault(launch)
+            elif status == _STALLED:
+                launch.waits = 1
         finally:
             if launch in stream.running:  # also if Ctrl-C came in between
                 self.busy(stream)
@@ -262,7 +269,8 @@ class Engine:
 
     def busy(self, stream: Stream) -> None:
         """The stream has work from now on."""
-        self.turn.news.set()
+        if self.turn.napping:
+            self.turn.news.set()
         stream.device.busy[stream] = None
         MACHINE.working[stream.device] = None
         self.kick()
@@ -315,18 +323,21 @@ class Engine:
         self.rounds += 1
         moved = False
         for device in list(MACHINE.working):
+            started = False
             for stream in list(device.busy):
                 if stream.queue and self._start(stream):
-                    moved = True
+                    started = True
                 if not stream.queue and not stream.running:
                     self._rest(stream)
             grids = device.grids
-            if len(grids) == 1:
+            if len(grids) == 1:  # a kernel that has only just started and waits for others has not moved anything
                 launch = grids[0]
                 moved |= self._run(launch, launch.limit, CONFIG.quantum)
             elif grids:
                 for launch in self._order(grids):
                     moved |= self._run(launch, self._room(device, launch), CONFIG.quantum)
+            else:
+                moved |= started
         return moved
 
     def _order(self, grids: list[Launch]) -> list[Launch]:
@@ -355,12 +366,14 @@ class Engine:
             moved = True
         return moved
 
-    @staticmethod
-    def _may_start(stream: Stream, operation: Operation) -> bool:
+    def _may_start(self, stream: Stream, operation: Operation) -> bool:
         if stream.running:
             # A programmatic dependent starts early: once its direct predecessor has triggered or is over.
             last = stream.last
             if not operation.programmatic or not (last.done or last.grid.triggered):  # type: ignore[union-attr]
+                return False
+            # Two grids at once cost more than they give if the first only waits for a moment.
+            if not last.done and 0 < last.waits < _EARLY and not MACHINE.fabric.is_adversarial:  # type: ignore[union-attr]
                 return False
         if stream.legacy:
             context, number = stream.context, operation.number
@@ -377,7 +390,9 @@ class Engine:
         """Run a grid; whether it got anywhere."""
         status = launch.grid.run(ctas, quantum)
         if status == _STALLED:
+            launch.waits += 1
             return False
+        launch.waits = 0
         if status == _FINISHED:
             self._finish(launch)
         elif status == _FAULTED:

@@ -42,6 +42,7 @@ class Fabric:
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
+        self.is_adversarial = seed is not None
         self._state = bytearray(layout.FABRIC_BYTES if seed is not None else 0)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._state)) if seed is not None else 0
         if seed is not None:
@@ -58,10 +59,6 @@ class Fabric:
     def adversarial(cls, seed: int) -> Fabric:
         """Stores land late and out of order; everything, the clock too, follows from ``seed`` (0 to 2**64 - 1)."""
         return cls(seed)
-
-    @property
-    def is_adversarial(self) -> bool:
-        return self.seed is not None
 
     @property
     def address(self) -> int:

@@ -9,7 +9,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .addresses import Access, AddressTable, Entry, Kind, Member
 from .fabric import Fabric
@@ -56,6 +56,8 @@ class Fault:
 
 _POOLED = 64 << 20  # a block with more bytes of slots is not kept for the next grid
 _PARAMS_AT = layout.GRID.size + -layout.GRID.size % 64
+_SEQUENCE_AT = layout.GRID.offsets["sequence"]
+_STEPS_AT = layout.GRID.offsets["steps"]
 _FAULT = struct.Struct("=6IQI")
 
 
@@ -81,6 +83,8 @@ class _Block:
         self.memory = mmap.mmap(-1, orphans_at + orphans + 64)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.orphans = self.address + orphans_at
+        self.cast: tuple[Any, ...] = ()  # what the last grid in this block was, and its header as it began
+        self.header = b""
         self.seen: int | None = None  # the table, and its version, that the sites remember
         self.table: AddressTable | None = None
         self.slots: ctypes.Array[ctypes.c_uint64] = (ctypes.c_uint64 * 0)()
@@ -176,16 +180,36 @@ class Grid:
         b.forget(table)
         b.memory[_PARAMS_AT : _PARAMS_AT + kernel.param_bytes] = params[: kernel.param_bytes]
         self._high = min(len(b.slots), total)  # slots to look at; those beyond `ctas` stay empty
+        cast = (grid, table, variables, self._high)
+        if b.cast == cast and not fabric.is_adversarial:
+            b.memory[: layout.GRID.size] = b.header
+        else:
+            self._write_header(b, grid, block, shape)
+            b.cast, b.header = cast, b.memory[: layout.GRID.size]
+        b.memory[_SEQUENCE_AT : _SEQUENCE_AT + 8] = next(_sequence).to_bytes(8, "little")
+        if not released:
+            b.put("released", 0)
+
+    def _write_header(
+        self,
+        b: _Block,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shape: tuple[tuple[int, int, int], int, int, bool],
+    ) -> None:
+        """Write the header as every grid of this shape begins; only its number and ``released`` may differ."""
+        kernel, table, fabric, total, variables = self.kernel, self.table, self.fabric, self.total, self._variables
+        threads = block[0] * block[1] * block[2]
         layout.GRID.packer.pack_into(
             b.memory,
             0,
             *(b.address + _PARAMS_AT, ctypes.addressof(b.slots), b.address + b.caches_at),
             *(ctypes.addressof(variables) if variables is not None else 0, table.address, fabric.address),
-            *(total, 0, 0, 0, 0, int(released), 0, self._high),
+            *(total, 0, 0, 0, 0, 1, 0, self._high),
             *block,
             *grid,
             *(threads, b.warps, b.lanes_at, shape[2], b.shared_at, shape[1], kernel.param_bytes, table.device),
-            *(0, next(_sequence)),
+            *(0, 0),
             *(0, 0, 0, 0, 0, 0, 0, 0, 0),
             *(b.orphans, *self._order(), 0, b.buffers_at, 0),
         )
@@ -224,6 +248,7 @@ class Grid:
         if ctas > self._high and self._high < self.total:
             self._high = min(ctas, self.total)
             if self._high > len(b.slots):
+                b.cast = ()
                 b.grow(self._high)
                 at = layout.GRID.offsets["slots"]
                 b.memory[at : at + 8] = ctypes.addressof(b.slots).to_bytes(8, "little")
@@ -280,8 +305,7 @@ class Grid:
         b = self._block
         if b is None:
             return self._final[2]
-        at = layout.GRID.offsets["steps"]
-        return int.from_bytes(b.memory[at : at + 8], "little")
+        return int.from_bytes(b.memory[_STEPS_AT : _STEPS_AT + 8], "little")
 
     def release(self) -> None:
         """Let ``griddepcontrol.wait`` pass from now on."""

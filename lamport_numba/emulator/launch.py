@@ -31,11 +31,22 @@ _CONFIG: Final = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig
 _ATTRIBUTE: Final = 72  # bytes of a CUlaunchAttribute: id, padding, 64 bytes of value
 _CLOSE: Final = 4096  # bytes: between two pieces nearer than a page there is no page without one
 _string_at = ctypes.string_at
+_windows: Final[dict[tuple[int, int], Any]] = {}
 
 _names = cuda.CUlaunchAttributeID
 _IGNORE: Final = int(_names.CU_LAUNCH_ATTRIBUTE_IGNORE)
 _PROGRAMMATIC: Final = int(_names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
 _KNOWN: Final = {int(name): name.name for name in _names}
+
+
+def _window(address: int, size: int) -> Any:
+    """Memory of the host; its ``raw`` is a copy of what is there now."""
+    window = _windows.get((address, size))
+    if window is None:
+        if len(_windows) > 1024:
+            _windows.clear()
+        window = _windows[address, size] = (ctypes.c_char * size).from_address(address)
+    return window
 
 
 class Plan(NamedTuple):
@@ -50,9 +61,10 @@ class Plan(NamedTuple):
 
 
 class Launch(Operation):
-    """One launch of a kernel in a stream. ``primary``: the launch that its griddepcontrol.wait waits for."""
+    """One launch of a kernel in a stream. ``primary``: the launch that its griddepcontrol.wait waits for; ``waits``: in
+    how many rounds on end it has got nowhere."""
 
-    __slots__ = ("cost", "function", "grid", "limit", "params", "plan", "primary", "programmatic")
+    __slots__ = ("cost", "function", "grid", "limit", "params", "plan", "primary", "programmatic", "waits")
 
     def __init__(
         self, function: Function, plan: Plan, params: bytes, programmatic: bool, after: Sequence[Operation] = ()
@@ -66,6 +78,7 @@ class Launch(Operation):
         self.grid: Any = None
         self.cost = UNIT // plan.occupancy
         self.limit = 0
+        self.waits = 0
 
     def start(self) -> None:
         """Set the grid going; the engine runs it."""
@@ -149,12 +162,12 @@ def _attributes(raw: bytes, count: int) -> bool:
 
 
 def _plan_of(function: Function, config: Any) -> Plan:
-    raw = _string_at(config.getPtr(), _CONFIG.size)
+    raw = _window(config.getPtr(), _CONFIG.size).raw
     count = raw[48]
     attributes = b""
     if count:
         pointer = int.from_bytes(raw[40:48], "little")
-        attributes = _string_at(pointer, count * _ATTRIBUTE) if pointer else b""
+        attributes = _window(pointer, count * _ATTRIBUTE).raw if pointer else b""
     key = (raw[:40], attributes, CONFIG.residency)
     plan = function.plans.get(key)
     if plan is None:
@@ -183,7 +196,7 @@ def _params_of(function: Function, given: Any) -> bytes:
             result.CUDA_ERROR_INVALID_VALUE,
             f"{function.name} takes {len(function.kernel.params)} parameters, none given",
         )
-    pointers = _string_at(address, function.pointers)
+    pointers = _window(address, function.pointers).raw
     source = function.layouts.get(pointers)
     if source is None:
         if len(function.layouts) > 256:
@@ -196,7 +209,7 @@ def _params_of(function: Function, given: Any) -> bytes:
 def _source(runs: list[tuple[int, int, int]], total: int) -> Callable[[], bytes]:
     """A function that copies the pieces, with few reads if they lie close together."""
     if len(runs) == 1:
-        return partial(_string_at, runs[0][0], total)
+        return partial(_string_at, runs[0][0], total)  # they are in one piece
     reads: list[list[int]] = []  # address and bytes of what is read at once
     places: dict[int, int] = {}  # where each piece lies in all that was read, by its address
     at = 0
@@ -210,10 +223,11 @@ def _source(runs: list[tuple[int, int, int]], total: int) -> Callable[[], bytes]
     zeros = at + reads[-1][1]
     pieces = itemgetter(*_slices([(places[pointer], size, offset) for pointer, size, offset in runs], zeros))
     padding = bytes(16)
-    if len(reads) == 1:
-        ((low, span),) = reads
-        return lambda: b"".join(pieces(_string_at(low, span) + padding))
-    return lambda: b"".join(pieces(b"".join([*(_string_at(low, span) for low, span in reads), padding])))
+    windows = [(ctypes.c_char * span).from_address(low) for low, span in reads]
+    if len(windows) == 1:
+        (window,) = windows
+        return lambda: b"".join(pieces(window.raw + padding))
+    return lambda: b"".join(pieces(b"".join([*[window.raw for window in windows], padding])))
 
 
 def _slices(pieces: list[tuple[int, int, int]], zeros: int) -> list[slice]:
