@@ -511,3 +511,50 @@ def test_struct_parameters() -> None:
         block=(1, 1, 1),
     )
     assert list(out[:3]) == [8, 9, 7]
+
+
+def test_a_register_used_for_several_things_keeps_each_while_it_is_wanted() -> None:
+    # %r5 is first a constant of the thread, then counted on, in a loop that polls; %r6 is read before it is written
+    body = """
+    mov.u32 %r5, %tid.x; add.u32 %r7, %r5, 100; add.u32 %r8, %r6, 7; mov.u32 %r6, 1000;
+    bar.warp.sync 0xffffffff;
+    setp.lt.u32 %p1, %r1, 8; @%p1 mov.u32 %r5, 50;
+    @%p1 bra LOW; mov.u32 %r11, 5000; bra BOTH; LOW: mov.u32 %r11, 6000; BOTH:
+    mov.u32 %r9, 0;
+    AGAIN: ld.volatile.global.u32 %r10, [%rd3]; add.u32 %r5, %r5, 1; add.u32 %r9, %r9, 1;
+    setp.lt.u32 %p2, %r9, 5; @%p2 bra AGAIN;
+    add.u32 %r5, %r5, %r7; add.u32 %r5, %r5, %r8; mov.u32 %r7, 3; bar.warp.sync 0xffffffff;
+    add.u32 %r5, %r5, %r7; add.u32 %r5, %r5, %r6;
+    add.u32 %r5, %r5, %r11; st.global.u32 [%rd3], %r5;
+    """
+    expected = [(6050 if n < 8 else 5000 + n) + 5 + n + 100 + 7 + 3 + 1000 for n in range(32)]
+    assert list(run(body)) == expected
+
+
+def test_a_slot_begins_anew_with_every_cta() -> None:
+    body = """
+    mov.u32 %r5, 1; setp.ge.u32 %p1, %r1, 0; @%p1 add.u32 %r5, %r5, %r1; bar.sync 0; bar.warp.sync 0xffffffff;
+    st.global.u32 [%rd3], %r5;
+    """
+    assert list(run(body, 64, grid=(50, 1, 1), ctas=2)) == [n + 1 for n in range(3200)]
+
+
+@pytest.mark.parametrize("first", ["lowest", "highest"])
+def test_lanes_of_a_warp_that_poll_for_each_other_get_on(first: str) -> None:
+    """A chain through memory inside a warp: each lane polls for the word of its neighbour. Passes that leave out lanes
+    beside one that polls in vain must not do so for ever."""
+    start, next_ = ("0", "sub.u32 %r4, %r1, 1") if first == "lowest" else ("31", "add.u32 %r4, %r1, 1")
+    body = f"""
+    setp.eq.u32 %p1, %r1, {start}; @%p1 bra GO;
+    {next_}; mul.wide.u32 %rd4, %r4, 4; add.s64 %rd4, %rd1, %rd4;
+    POLL: ld.volatile.global.u32 %r5, [%rd4]; setp.eq.u32 %p2, %r5, 0; @%p2 bra POLL;
+    GO: add.u32 %r5, %r5, 1; st.volatile.global.u32 [%rd3], %r5;
+    """
+    out = words(32)
+    k = ptx.load(kernel(MINE + body)).kernels["k"]
+    grid = Grid(k, table_of(out), (1, 1, 1), (32, 1, 1), 0, pack(k, (out,)), Fabric.immediate())
+    runs = 0
+    while grid.run(1, 1 << 20) != Status.FINISHED:
+        runs += 1
+        assert runs < 200  # one lane in each pass that leaves nobody out
+    assert sorted(out) == list(range(1, 33))
