@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--transport", default="peer")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each size (2)")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--before", metavar="FILE", help="an earlier result, to be shown beside this one")
     options = parser.parse_args()
     os.environ.update(LAMPORT_NUMBA_DEVICE="emulated", LAMPORT_NUMBA_FABRIC=options.fabric)
     from mpi4py import MPI
@@ -40,6 +41,12 @@ def main() -> int:
         if comm.Get_rank() == 0:
             print(f"{options.fabric} {sizes.text(nbytes):>6} {rate:10,.0f} gathers a second", flush=True)
     if comm.Get_rank() == 0 and options.json:
+        if options.before:
+            earlier = {
+                row["bytes"]: row["gathers_a_second"] for row in json.loads(Path(options.before).read_text())["rows"]
+            }
+            for row in rows:
+                row["before"] = earlier.get(row["bytes"])
         found = {**report.circumstances(), "emulator": 1, "fabric": options.fabric, "transport": options.transport}
         found["command"] = "python benchmarks/emulator_speed.py" + f" --fabric {options.fabric}" * (
             options.fabric != "immediate"

@@ -123,6 +123,10 @@ def test_stress_runs_and_emulator_speeds_are_tables_too(tmp_path):
     assert "| 4 | 2,000,000 | 16 to 256K | peer, graphs of 100 | 3 | 100,000 | Some GPU | 2026-01-02 |" in fresh
     assert "| 3 **and an error** |" in fresh
     assert "| 64 | 12,345 |" in fresh
+    (tmp_path / "e.json").write_text(json.dumps({**EMULATOR, "rows": [{**EMULATOR["rows"][0], "before": 6789}]}))
+    fresh = report.renew(fresh, tmp_path)
+    assert "| bytes a rank | immediate, peer, before | immediate, peer |" in fresh
+    assert "| 64 | 6,789 | 12,345 |" in fresh
     assert fresh.count("Not measured yet.") == 1
 
 

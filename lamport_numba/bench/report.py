@@ -189,12 +189,19 @@ def stress_table(results: list[dict[str, Any]]) -> str:
 
 
 def emulator_table(results: list[dict[str, Any]]) -> str:
-    """Gathers a second of the emulated device, a column for each result, as a table of the documentation."""
+    """Gathers a second of the emulated device, a column for each result, as a table of the documentation; one more for
+    a result that knows what there was before."""
     found = sorted({row["bytes"] for result in results for row in result["rows"]})
-    titles = [f"{result['fabric']}, {result['transport']}" for result in results]
+    columns = [
+        (f"{result['fabric']}, {result['transport']}{', before' * (key == 'before')}", result, key)
+        for result in results
+        for key in ("before", "gathers_a_second")
+        if any(row.get(key) is not None for row in result["rows"])
+    ]
+    titles = [title for title, _, _ in columns]
     lines = ["| bytes a rank | " + " | ".join(titles) + " |", "|" + "---:|" * (1 + len(titles))]
     for nbytes in found:
-        rates = [{row["bytes"]: row["gathers_a_second"] for row in result["rows"]}.get(nbytes) for result in results]
+        rates = [{row["bytes"]: row.get(key) for row in result["rows"]}.get(nbytes) for _, result, key in columns]
         cells = [sizes.text(nbytes), *("-" if rate is None else f"{rate:,}" for rate in rates)]
         lines.append("| " + " | ".join(cells) + " |")
     first = results[0]
