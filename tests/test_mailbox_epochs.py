@@ -243,11 +243,10 @@ def test_a_launch_that_polls_everybody_is_never_overtaken():
 
 
 def test_a_ring_that_polls_only_its_neighbour_is_overtaken():
-    """A control for the precondition: rank 2 gets two launches ahead of rank 0 and overwrites what rank 0 has yet to
-    read.
-    """
-    found = ranks.each(run_ring, 3, everybody=False, deadline=2)
-    assert found[0] == ["inbox", 2, 4]
+    """A control for the precondition: rank 2 gets ahead of rank 0 and overwrites what rank 0 has yet to read."""
+    region, expected, seen = ranks.each(run_ring, 3, everybody=False, deadline=2)[0]
+    assert (region, expected) == ("inbox", 2)
+    assert seen in (4, 6, 8)  # of the same parity; how far ahead depends on the machine
 
 
 # Several mailboxes
