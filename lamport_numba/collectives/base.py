@@ -44,7 +44,7 @@ _REMEMBERED: Final = 8  # calls whose buffers are held, so that the same call ag
 _TRANSPORTS: Final = ("auto", "peer", "multicast", "measure")
 _LONGEST: Final = 1e9  # seconds; the kernels count nanoseconds in 64 bits
 _ALARMS: Final = 1024  # words in host memory, one for each reset, so that kernels of before it are told apart
-_GRACE: Final = 0.05  # seconds between two looks at the reports: other ranks' may still be on their way
+_GRACE: Final = 0.05  # seconds between two looks at the reports: other ranks may be about to report
 _LOOKS: Final = 20
 _LATE: Final = 3.0  # seconds that a close waits for the others after a failure: they may be dead
 _SET: Final = memoryview(b"\1\0\0\0").cast("I")  # the alarm of an object that cannot be used
@@ -412,7 +412,10 @@ class AllGather:
                 )
 
     def _reported(self) -> LamportError:
-        """What the device has reported, as a new exception each time; the first time it waits for late reports."""
+        """What the device has reported, as a new exception each time; the first time it waits for late reports.
+
+        Each report is whole, but all ranks must go by the same ones: so it looks until nothing is added.
+        """
         self._alarm[0] = 1
         if self._reports is None:
             with self._drv.current(self.device):

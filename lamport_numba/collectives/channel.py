@@ -15,7 +15,7 @@ from ..driver import Driver, structs
 from ..symmetric.communicator import Communicator
 from ..symmetric.memory import SymmetricMemory
 from .launch import Block, Kernel, load, wide
-from .reports import CONTROL_BYTES, Report, control_bytes, error_of, left, parse, report_offset
+from .reports import CONTROL_BYTES, LEFT, Report, control_bytes, error_of, left, parse, report_offset
 
 __all__ = ["Channel", "LamportChannel", "Plan", "RowChannel"]
 
@@ -179,6 +179,9 @@ class Channel:
         peers = [self.memory.address(rank) for rank in range(self.world) if rank != self.rank]
         for peer in peers:
             self.drv.call("cuMemcpyHtoDAsync", peer + report_offset(self.rank), report, len(report), self._side)
+        self.drv.call("cuStreamSynchronize", self._side)  # as in the kernels: no kind before the rest
+        for peer in peers:
+            self.drv.call("cuMemsetD32Async", peer + report_offset(self.rank), LEFT, 1, self._side)
         self.drv.call("cuStreamSynchronize", self._side)  # no alarm before its report
         for peer in peers:
             self.drv.call("cuMemsetD32Async", peer, 1, 1, self._side)

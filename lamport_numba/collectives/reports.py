@@ -1,9 +1,9 @@
 """What the kernels report when a call fails: read from symmetric memory, sorted out, and raised.
 
 Every rank's symmetric memory begins with a control block: the alarm word, then one report of sixteen words for each
-rank that may report (``RAISE`` in ptx/lamport_peer.ptx writes them). All ranks read the same reports, so all raise
-the same error: that of the earliest call, since a rank that waits in a later one waits for somebody who is stuck in
-the earlier.
+rank that may report (``RAISE`` in ptx/lamport_peer.ptx writes them). A report's first word, its kind, lands after the
+rest. All ranks read the same reports, so all raise the same error: that of the earliest call, since a rank that waits
+in a later one waits for somebody who is stuck in the earlier.
 """
 
 from __future__ import annotations
@@ -13,13 +13,23 @@ from dataclasses import dataclass
 
 from ..errors import CallMismatch, LamportError, PeerLeft, PeerTimeout
 
-__all__ = ["CONTROL_BYTES", "MAX_WORLD", "Report", "control_bytes", "error_of", "left", "parse", "report_offset"]
+__all__ = [
+    "CONTROL_BYTES",
+    "LEFT",
+    "MAX_WORLD",
+    "Report",
+    "control_bytes",
+    "error_of",
+    "left",
+    "parse",
+    "report_offset",
+]
 
 MAX_WORLD = 72  # a rack of NVL72: so many reports lie before the mailbox
 CONTROL_BYTES = 8192  # where the mailbox begins
 _FIRST_REPORT = 64
 _REPORT = struct.Struct("<16I")
-_TIMEOUT, _MISMATCH, _LEFT = 1, 2, 3
+_TIMEOUT, _MISMATCH, LEFT = 1, 2, 3  # 0, or what else is there: not yet a report
 
 
 @dataclass(frozen=True, order=True)
@@ -48,8 +58,8 @@ def report_offset(reporter: int) -> int:
 
 
 def left(rank: int, call: int) -> bytes:
-    """The report of a rank that leaves before ``call``."""
-    return _REPORT.pack(_LEFT, rank, call & 0x7FFFFFFF, *[0] * 13)
+    """The report of a rank that leaves before ``call``, but for its kind, LEFT, which is written after the rest."""
+    return _REPORT.pack(0, rank, call & 0x7FFFFFFF, *[0] * 13)
 
 
 def parse(control: bytes, world_size: int, unit: int = 16) -> list[Report]:
@@ -58,7 +68,7 @@ def parse(control: bytes, world_size: int, unit: int = 16) -> list[Report]:
     for reporter in range(world_size):
         words = _REPORT.unpack_from(control, report_offset(reporter))
         kind, source, call, pack, generation, milliseconds, size, code = words[:8]
-        if kind in (_TIMEOUT, _MISMATCH, _LEFT):
+        if kind in (_TIMEOUT, _MISMATCH, LEFT):
             mine, theirs = (call & 0x7FFFFFFF, size * unit, code), (words[8], words[9] * unit, words[10])
             found.append(Report(call, source, reporter, kind, pack, generation, milliseconds, mine, theirs))
     return sorted(found)
@@ -71,7 +81,7 @@ def error_of(reports: list[Report], rank: int) -> LamportError:
             f"rank {rank}: the alarm of this all-gather is set and no rank has left a report; reset() it"
         )
     first = reports[0]
-    if first.kind == _LEFT:
+    if first.kind == LEFT:
         return PeerLeft(first.source, first.call)
     if first.kind == _TIMEOUT:
         return PeerTimeout(

@@ -54,6 +54,8 @@ ADVANCE = """    add.u32 %next, %generation, 1;
 SLOT = "    mad.lo.u32 %slot, %source, %row, %pack;\n"
 HANDED_OUT = RESET + "    bra COLLECTED;\n"
 COLLECTED = "COLLECTED:\n"
+CALL_AS_NAMED: list[Edit] = [("@!%header ld.relaxed.gpu.global.u32 %call", "ld.relaxed.gpu.global.u32 %call", 1)]
+KIND_WITH_THE_REST: list[Edit] = [("{%t, %source, %call, %pack}", "{%kind, %source, %call, %pack}", 1)]
 
 # In the other design nobody resets the slot that he read; every lane cleans its share of the previous stage instead.
 # The sizes are recorded in three words of the control block that nothing else uses.
