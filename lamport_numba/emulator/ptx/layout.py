@@ -67,7 +67,7 @@ GRID = Record(
 )
 CTA = Record("i32 live, x, y, z, rank, triggered, barred, buffered, held, laid_out")
 BARRIER = Record("i32 arrived, expected, waiting, ones", size=16)
-WARP = Record("i32 ready, live, collective, barred, depending, sampling, spinning", size=32)
+WARP = Record("i32 ready, live, collective, barred, depending, sampling, spinning, asked", size=32)
 LANE = Record("i32 state, mask, op, b, c, ones; i64 a, result; i32 tid_x, tid_y, tid_z, lane, warp, site", size=64)
 TABLE = Record("i64 count, version; ptr entries")
 ENTRY = Record("i64 base, end; i32 kind, access; i64 key; ptr members; i32 member_count, spare", size=48)

@@ -229,18 +229,20 @@ def _resolve() -> Code:
 
     arrived = c.variable("i32", c.get(warp, WARP, "collective"))
     rest = c.variable("i32", arrived.get())
-    with c.forever() as (_, leave):
+    with c.forever() as (again, leave):
         more = c.fresh("more")
         c.branch(rest.get().ne(0), more, leave)
         c.label(more)
         head = frame(rest.get().lowest_bit())
+        rest.set(rest.get() & (rest.get() - 1))
         mask, op = c.get(head, LANE, "mask"), c.get(head, LANE, "op")
         members = mask & c.get(warp, WARP, "live")
-        together = c.variable("i1", (members & ~arrived.get()).eq(0))
-        with c.each_bit(members & arrived.get()) as lane:
+        with c.when((members & ~arrived.get()).ne(0)):
+            c.jump(again)
+        together = c.variable("i1", 1)
+        with c.each_bit(members) as lane:
             same = c.get(frame(lane), LANE, "mask").eq(mask) & c.get(frame(lane), LANE, "op").eq(op)
             together.set(together.get() & same)
-        rest.set(rest.get() & (rest.get() - 1))
         with c.when(together.get()):
             _answer(c, w, frame, members, op)
             rest.set(rest.get() & ~members)
@@ -248,7 +250,8 @@ def _resolve() -> Code:
             c.put(warp, WARP, "ready", c.get(warp, WARP, "ready") | members)
             c.put(warp, WARP, "spinning", c.get(warp, WARP, "spinning") & ~members)
             moved.set(1)
-    c.put(warp, WARP, "collective", arrived.get())
+    for name in ("collective", "asked"):
+        c.put(warp, WARP, name, arrived.get())
 
     # activemask: whoever waits at the same place is answered together
     waiting = c.variable("i32", c.get(warp, WARP, "sampling"))

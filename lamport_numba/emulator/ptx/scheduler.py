@@ -66,7 +66,7 @@ def _turn() -> Code:
             steps.set(steps.get() + 1)
             why = c.call("i32", "step", lane, slot, grid)
             _settle(c, grid, slot, warp, lane, bit, index, why, progress, skip)
-        with c.when((c.get(warp, WARP, "collective") | c.get(warp, WARP, "sampling")).ne(0)):
+        with c.when(_to_answer(c, warp)):
             answered = c.call("i1", "resolve", grid, slot, warp, index)
             progress.set(progress.get() | answered.to("i32"))
             with c.when(answered):
@@ -81,6 +81,11 @@ def _turn() -> Code:
         c.ret(c.const("i32", _FAULTED))
     c.ret(progress.get())
     return c
+
+
+def _to_answer(c: Code, warp: Value) -> Value:
+    """Whether lanes have come to a collective since those that wait there were last asked for."""
+    return c.get(warp, WARP, "collective").ne(c.get(warp, WARP, "asked")) | c.get(warp, WARP, "sampling").ne(0)
 
 
 def _move(c: Code, warp: Value, source: str, target: str, mask: Value) -> None:
@@ -112,6 +117,7 @@ def _settle(
     c.put(lane, LANE, "state", 0)
     for name in ("ready", "live"):
         c.put(warp, WARP, name, c.get(warp, WARP, name) & ~mine)
+    c.put(warp, WARP, "asked", 0)  # those that wait at a collective may have waited for this lane
     c.bump(slot, CTA, "live", -1)
     progress.set(1)
     c.jump(end)
@@ -258,7 +264,7 @@ def _wild_turn() -> Code:
                 c.call("void", "buffer_leak", grid, slot)
             with c.when((chance >> 4).eq(0)):
                 c.call("void", "orphan_leak", grid)
-        with c.when((c.get(warp, WARP, "collective") | c.get(warp, WARP, "sampling")).ne(0)):
+        with c.when(_to_answer(c, warp)):
             answered = c.call("i1", "resolve", grid, slot, warp, index)
             progress.set(progress.get() | answered.to("i32"))
     with c.when(c.get(slot, CTA, "barred").ne(0)):
