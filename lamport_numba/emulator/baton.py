@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 from ..errors import LamportError
 
+_LONGEST_SPELL = 64  # draws
+
 
 class HostDeadlock(LamportError):
     """Every rank waits, the devices have nothing to do, and nobody has a deadline."""
@@ -53,6 +55,8 @@ class Baton:
         self._absent = threads
         self._local = threading.local()
         self._stuck: str | None = None
+        self._slow: _Seat | None = None
+        self._spell = 0
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -115,14 +119,23 @@ class Baton:
         if mine is not None:
             mine.wake.acquire()
 
+    def _change(self, waiting: list[_Seat]) -> None:
+        """Now and then another rank, or none, is the slow one: the others and the devices go on far ahead of it."""
+        self._spell -= 1
+        if self._spell < 0:
+            self._spell = self.draws.randrange(_LONGEST_SPELL)
+            self._slow = self.draws.choice([*waiting, *[None] * len(waiting)])
+
     def _draw(self) -> _Seat:
         busy = self._step is not None
         while True:
             now = self.now()
             waiting = [seat for seat in self._seats if seat is not None]
             able = [s for s in waiting if (s.deadline is not None and now >= s.deadline) or (s.ready and s.ready())]
-            if able and not (busy and self._step is not None and self.draws.random() < 0.5):
-                return self.draws.choice(able)
+            quick = [s for s in able if s is not self._slow]
+            if able and not (busy and self._step is not None and self.draws.random() < (0.5 if quick else 0.95)):
+                self._change(waiting)
+                return self.draws.choice(quick or able)
             if self._step is not None and self._step():
                 busy = True
                 continue
