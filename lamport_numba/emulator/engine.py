@@ -35,6 +35,7 @@ __all__ = ["ENGINE", "Engine", "Session", "session"]
 _SPINS: Final = 100  # stalled rounds that only yield the processor, before sleeps begin
 _FEW_SPINS: Final = 2
 _EARLY: Final = 8  # rounds that a kernel waits before its programmatic dependent starts early
+_ODDS: Final = 0.2  # of its starting in a round, with the adversarial fabric
 _NAP: Final = 20e-6
 _LONGEST_NAP: Final = 500e-6
 _TICK: Final = 0.0005  # seconds between two looks of the background thread; longer while others see to the work
@@ -200,7 +201,7 @@ class Engine:
         """Give the processor away: at first only to whoever can use it at once, then for longer and longer."""
         fabric = MACHINE.fabric
         if fabric.is_adversarial and fabric.in_flight:
-            fabric.land(self.draws.randint(1, 16))
+            fabric.land(fabric.draw(fabric.in_flight) + 1, hurry=True)
             return
         spins = _FEW_SPINS if self._crowd else _SPINS
         if stalls <= spins:
@@ -342,10 +343,9 @@ class Engine:
 
     def _order(self, grids: list[Launch]) -> list[Launch]:
         """The oldest first; by lot with the adversarial fabric."""
-        order = list(grids)
         if MACHINE.fabric.is_adversarial:
-            self.draws.shuffle(order)
-        return order
+            return self.draws.sample(grids, len(grids)) if len(grids) > 2 else grids[:: self.draws.choice((1, -1))]
+        return list(grids)
 
     @staticmethod
     def _room(device: Device, launch: Launch) -> int:
@@ -373,7 +373,7 @@ class Engine:
             if not operation.programmatic or not (last.done or last.grid.triggered):  # type: ignore[union-attr]
                 return False
             # Two grids at once cost more than they give if the first only waits for a moment.
-            if not last.done and 0 < last.waits < _EARLY and not MACHINE.fabric.is_adversarial:  # type: ignore[union-attr]
+            if not last.done and not self._starts_early(last):  # type: ignore[union-attr, arg-type]
                 return False
         if stream.legacy:
             context, number = stream.context, operation.number
@@ -385,6 +385,13 @@ class Engine:
             if (legacy.queue or legacy.running) and 0 < legacy.oldest() < operation.number:
                 return False
         return all(other.done for other in operation.after)
+
+    def _starts_early(self, last: Launch) -> bool:
+        """Whether a programmatic dependent of ``last``, which still runs, starts now. Two grids at once cost more than
+        they give if the first only waits for a moment; the adversarial fabric draws."""
+        if MACHINE.fabric.is_adversarial:
+            return self.baton is not None or self.draws.random() < _ODDS
+        return not 0 < last.waits < _EARLY
 
     def _run(self, launch: Launch, ctas: int, quantum: int) -> bool:
         """Run a grid; whether it got anywhere."""
@@ -594,6 +601,7 @@ def session(
             for device in MACHINE.devices:
                 device.serial = 0  # names of memory are part of the replay
             baton = Baton(CONFIG.seed, n, ENGINE.step, _clock, _jump)
+            MACHINE.fabric.hasten(False)  # all ranks look by turns, in this process
         ENGINE.baton = baton
         ENGINE.draws = baton.draws if baton is not None else random.Random(CONFIG.seed)
         lent = Session(baton)

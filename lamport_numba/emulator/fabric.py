@@ -22,7 +22,7 @@ _MASK = (1 << 64) - 1
 _FUNCTIONS: dict[str, Any] = {}
 _PROTOTYPES = {
     "fabric_random": (ctypes.c_uint64, _PTR),
-    "fabric_land": (_I64, _PTR),
+    "fabric_land": (_I64, _PTR, _I64, _I32),
     "fabric_drain": (_I64, _PTR, _I32),
     "fabric_drain_range": (_I64, _PTR, ctypes.c_uint64, ctypes.c_uint64),
 }
@@ -48,7 +48,7 @@ class Fabric:
         if seed is not None:
             random = _mixed(seed) | 1
             salt = _mixed(seed ^ 0x5DEECE66D)
-            layout.FABRIC.packer.pack_into(self._state, 0, random, 0, salt, 0, 0, 0, 0, 0)
+            layout.FABRIC.packer.pack_into(self._state, 0, random, 0, salt, *[0] * 8, 7, 0)
 
     @classmethod
     def immediate(cls) -> Fabric:
@@ -81,11 +81,12 @@ class Fabric:
         """Words that have landed, since the beginning."""
         return self._field("landed")
 
-    def land(self, words: int = 1) -> int:
-        """Let up to ``words`` words land, drawn at random; return how many did (some may be held for a while)."""
-        if not self._address:
-            return 0
-        return sum(_native("fabric_land")(self._address) for _ in range(words))
+    def land(self, words: int = 1, *, hurry: bool = False) -> int:
+        """Let up to ``words`` words land, drawn at random; return how many did.
+
+        Some may be held for a while, unless ``hurry`` says that nothing else can happen.
+        """
+        return int(_native("fabric_land")(self._address, words, hurry)) if self._address else 0
 
     def drain(self, device: int | None = None) -> int:
         """Let every word in flight (of one sending device, or of all) land; return how many did."""
@@ -113,6 +114,12 @@ class Fabric:
         if self._address:
             at = layout.FABRIC.offsets["clock"]
             self._state[at : at + 8] = ((self.now() + nanoseconds) & _MASK).to_bytes(8, "little")
+
+    def hasten(self, on: bool) -> None:
+        """Whether a kernel that waits brings its words on their way soon: those who look for them run beside it."""
+        if self._address:
+            at = layout.FABRIC.offsets["hasty"]
+            self._state[at : at + 4] = on.to_bytes(4, "little")
 
     def draw(self, n: int) -> int:
         """A random integer in [0, n) from the seed, for whoever schedules grids and devices. 0 on the immediate

@@ -180,12 +180,14 @@ class Grid:
         b.forget(table)
         b.memory[_PARAMS_AT : _PARAMS_AT + kernel.param_bytes] = params[: kernel.param_bytes]
         self._high = min(len(b.slots), total)  # slots to look at; those beyond `ctas` stay empty
-        cast = (grid, table, variables, self._high)
-        if b.cast == cast and not fabric.is_adversarial:
+        cast = (grid, table, variables, fabric, self._high)
+        if b.cast == cast:
             b.memory[: layout.GRID.size] = b.header
         else:
             self._write_header(b, grid, block, shape)
             b.cast, b.header = cast, b.memory[: layout.GRID.size]
+        if fabric.is_adversarial and total > 1:
+            self._shuffle(b)
         b.memory[_SEQUENCE_AT : _SEQUENCE_AT + 8] = next(_sequence).to_bytes(8, "little")
         if not released:
             b.put("released", 0)
@@ -211,17 +213,16 @@ class Grid:
             *(threads, b.warps, b.lanes_at, shape[2], b.shared_at, shape[1], kernel.param_bytes, table.device),
             *(0, 0),
             *(0, 0, 0, 0, 0, 0, 0, 0, 0),
-            *(b.orphans, *self._order(), 0, b.buffers_at, 0),
+            *(b.orphans, 1, 0, 0, b.buffers_at, 0),
         )
 
-    def _order(self) -> tuple[int, int]:
-        """Step and start of the order in which CTAs are dispatched: from 0 up, or drawn."""
-        if not self.fabric.is_adversarial:
-            return 1, 0
+    def _shuffle(self, b: _Block) -> None:
+        """Draw the order in which CTAs are dispatched: its step and its start; else it is from 0 up."""
         step = self.fabric.draw(self.total) + 1
         while math.gcd(step, self.total) != 1:
             step += 1
-        return step, self.fabric.draw(self.total)
+        b.put("order_step", step)
+        b.put("order_start", self.fabric.draw(self.total))
 
     def _take_block(self, shape: tuple[tuple[int, int, int], int, int, bool]) -> _Block:
         pool = self.kernel.pool

@@ -112,6 +112,7 @@ class Machine:
         adversarial = CONFIG.fabric == "adversarial"
         seed = CONFIG.seed + 1_000_003 * (faults.current_rank() or 0) if adversarial else 0
         self.fabric = Fabric.adversarial(seed) if adversarial else Fabric.immediate()
+        self.fabric.hasten(True)
 
     def grow(self, count: int) -> None:
         """Have at least ``count`` devices."""

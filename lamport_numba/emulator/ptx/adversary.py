@@ -18,13 +18,16 @@ at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from . import layout
 from .ir import Code, Value
 from .layout import CTA, ENTRY, FABRIC, GRID, MEMBER, QUEUE, WORD
 
-__all__ = ["functions", "store_unit"]
+__all__ = ["chance", "draw", "functions", "preempt", "store_unit", "tick"]
 
 _CLOCK_STEP = 16  # nanoseconds of the virtual clock that a lane's step takes
+_STEADY = (7, 31)  # a lane loses its turn before one of n + 1 accesses: in some spells more often, in others less
 _WEATHERS = (0, 1, 3, 5, 8)  # in such weather one of 2**n steps lets a word land
 
 
@@ -52,9 +55,9 @@ def _overlap(c: Code, a: Value, a_size: Value, b: Value, b_size: Value) -> Value
 # -- chance ----------------------------------------------------------------------------------------------------------
 
 
-def _random() -> Code:
-    """64 random bits (xorshift64*)."""
-    c = Code("fabric_random", "i64", [("ptr", "fabric")], "inlinehint")
+def chance() -> Code:
+    """64 random bits (xorshift64*). Each unit that draws has its own copy: a call would cost more than the draw."""
+    c = Code("chance", "i64", [("ptr", "fabric")], "alwaysinline")
     fabric = c.params["fabric"]
     x = c.get(fabric, FABRIC, "random")
     x = x ^ (x >> 12)
@@ -65,18 +68,26 @@ def _random() -> Code:
     return c
 
 
+def _random() -> Code:
+    """64 random bits, for Python."""
+    c = Code("fabric_random", "i64", [("ptr", "fabric")], "noinline")
+    c.ret(c.call("i64", "chance", c.params["fabric"]))
+    return c
+
+
 def draw(c: Code, fabric: Value, bits: int) -> Value:
     """A random i32 of so many bits."""
-    return (c.call("i64", "fabric_random", fabric) >> (64 - bits)).to("i32")
+    return (c.call("i64", "chance", fabric) >> (64 - bits)).to("i32")
 
 
-def _preempt() -> Code:
+def preempt() -> Code:
     """Whether a lane loses its turn before an access."""
-    c = Code("fabric_preempt", "i1", [("ptr", "grid")], "noinline")
+    c = Code("preempt", "i1", [("ptr", "grid")], "alwaysinline")
     grid = c.params["grid"]
     with c.when(c.get(grid, GRID, "calm").ne(0)):
         c.ret(c.const("i1", 0))
-    c.ret(draw(c, c.get(grid, GRID, "fabric"), 3).eq(0))
+    fabric = c.get(grid, GRID, "fabric")
+    c.ret((draw(c, fabric, 16) & c.get(fabric, FABRIC, "steady")).eq(0))
     return c
 
 
@@ -102,6 +113,18 @@ def _word(fabric: Value, index: Value, place: Value) -> Value:
     return fabric + layout.WORDS_AT + (at * WORD.size).to("i64")
 
 
+def _bit(c: Code, index: Value) -> Value:
+    return c.const("i64", 1) << index.to("i64")
+
+
+def _set(c: Code, fabric: Value, name: str, bits: Value) -> None:
+    c.put(fabric, FABRIC, name, c.get(fabric, FABRIC, name) | bits)
+
+
+def _clear(c: Code, fabric: Value, name: str, bits: Value) -> None:
+    c.put(fabric, FABRIC, name, c.get(fabric, FABRIC, name) & ~bits)
+
+
 def _which(c: Code, fabric: Value, key: Value) -> Value:
     """The queue of a place: a hash of the word's offset, never of a host address, so that a run can be replayed."""
     mixed = ((key >> 2) ^ c.get(fabric, FABRIC, "salt")) * 0x9E3779B97F4A7C15
@@ -118,7 +141,8 @@ def _pop() -> Code:
     size = c.get(word, WORD, "size")
     store_unit(c, c.get(word, WORD, "address"), c.get(word, WORD, "value"), size)
     c.put(queue, QUEUE, "head", head + 1)
-    c.bump(queue, QUEUE, "count", -1)
+    with c.when(c.bump(queue, QUEUE, "count", -1).eq(0)):
+        _clear(c, fabric, "filled", _bit(c, index))
     c.bump(fabric, FABRIC, "flying", -1)
     c.bump(fabric, FABRIC, "landed")
     with c.when(size.eq(8)):
@@ -185,7 +209,8 @@ def _send() -> Code:
         c.call("void", "fabric_pop", fabric, index)
     count = c.get(queue, QUEUE, "count")
     with c.when(count.eq(0)):
-        _hold(c, fabric, queue)
+        _set(c, fabric, "filled", _bit(c, index))
+        _hold(c, fabric, index)
     word = _word(fabric, index, c.get(queue, QUEUE, "head") + count)
     for name, field in (("address", address), ("value", value), ("size", size), ("sender", sender)):
         c.put(word, WORD, name, field)
@@ -197,56 +222,58 @@ def _send() -> Code:
     return c
 
 
-def _hold(c: Code, fabric: Value, queue: Value) -> None:
-    """Now and then a queue is held: mostly for short, sometimes for a thousand chances."""
-    with c.when(draw(c, fabric, 2).eq(0)):
-        c.put(queue, QUEUE, "held", draw(c, fabric, 10) >> (draw(c, fabric, 16) % 10))
+def _hold(c: Code, fabric: Value, index: Value) -> None:
+    """Now and then a queue is held, for a while or for long."""
+    bits = c.call("i64", "chance", fabric)
+    with c.when((bits >> 62).eq(0)), c.choose(((bits >> 59) & 7).eq(0)) as (yes, no):
+        with yes:
+            _set(c, fabric, "long", _bit(c, index))
+        with no:
+            _set(c, fabric, "held", _bit(c, index))
+
+
+def _any(c: Code, mask: Value, bits: Value) -> Value:
+    """One of the bits set in ``mask``, which is not 0; from 6 random bits."""
+    start = bits & 63
+    return (c.call("i64", "llvm.fshr.i64", mask, mask, start).lowest_bit() + start) & 63
+
+
+def _let_go(c: Code, fabric: Value, name: str, bits: Value) -> None:
+    """One of the queues that are held comes free, if any is."""
+    held = c.get(fabric, FABRIC, name)
+    with c.when(held.ne(0)):
+        c.put(fabric, FABRIC, name, held & ~(c.const("i64", 1) << _any(c, held, bits)))
 
 
 def _land() -> Code:
-    """Let one word land, if one is found that is not held: 1, else 0. Held queues come free as they are passed over."""
-    c = Code("fabric_land", "i64", [("ptr", "fabric")], "noinline")
-    fabric = c.params["fabric"]
-    with c.when(c.get(fabric, FABRIC, "flying").eq(0)):
-        c.ret(c.const("i64", 0))
-    start = draw(c, fabric, 6)
-    with c.each(c.const("i32", layout.QUEUES)) as i:
-        index = (start + i) & (layout.QUEUES - 1)
-        queue = _queue(fabric, index)
-        with c.when(c.get(queue, QUEUE, "count").ne(0)):
-            held = c.get(queue, QUEUE, "held")
-            with c.choose(held.ne(0)) as (yes, no):
-                with yes:
-                    c.put(queue, QUEUE, "held", held - 1)
-                with no:
-                    c.call("void", "fabric_pop", fabric, index)
-                    _hold(c, fabric, queue)
-                    c.ret(c.const("i64", 1))
-    c.ret(c.const("i64", 0))
-    return c
-
-
-def _hurry() -> Code:
-    """Nothing else can happen: the queue that is held least (of several, any) lets a word land, and all holds get
-    shorter."""
-    c = Code("fabric_hurry", "void", [("ptr", "fabric")], "noinline")
-    fabric = c.params["fabric"]
-    start = draw(c, fabric, 6)
-    least, best = c.variable("i32", -1), c.variable("i32", 0)
-    with c.each(c.const("i32", layout.QUEUES)) as i:
-        index = (start + i) & (layout.QUEUES - 1)
-        queue = _queue(fabric, index)
-        held = c.get(queue, QUEUE, "held")
-        with c.when(c.get(queue, QUEUE, "count").ne(0) & held.lt(least.get())):
-            least.set(held)
-            best.set(index)
-    with c.each(c.const("i32", layout.QUEUES)) as index:
-        queue = _queue(fabric, index)
-        held = c.get(queue, QUEUE, "held")
-        c.put(queue, QUEUE, "held", held.lt(least.get()).select(0, held - least.get()))
-    c.call("void", "fabric_pop", fabric, best.get())
-    _hold(c, fabric, _queue(fabric, best.get()))
-    c.ret()
+    """Give words a chance to land, so many times; how many did. ``hurry``: nothing else can happen, so if all are held,
+    one is let go."""
+    c = Code("fabric_land", "i64", [("ptr", "fabric"), ("i64", "times"), ("i32", "hurry")], "noinline")
+    fabric, hurry = c.params["fabric"], c.params["hurry"].ne(0)
+    before = c.get(fabric, FABRIC, "landed")
+    with c.each(c.params["times"]):
+        filled = c.get(fabric, FABRIC, "filled")
+        with c.when(filled.eq(0)):
+            c.ret(c.get(fabric, FABRIC, "landed") - before)
+        bits = c.call("i64", "chance", fabric)
+        with c.when(((bits >> 56) & 3).eq(0)):
+            _let_go(c, fabric, "held", bits >> 32)
+        with c.when(((bits >> 50) & 31).eq(0)):
+            _let_go(c, fabric, "long", bits >> 32)
+        held, long = c.get(fabric, FABRIC, "held"), c.get(fabric, FABRIC, "long")
+        free = c.variable("i64")
+        free.set(filled & ~held & ~long)
+        with c.when(hurry & free.get().eq(0)):
+            short = filled & ~long
+            free.set(short.ne(0).select(short, filled))
+        with c.when(free.get().ne(0)):
+            index = _any(c, free.get(), bits >> 40)
+            bit = c.const("i64", 1) << index
+            c.put(fabric, FABRIC, "held", c.get(fabric, FABRIC, "held") & ~bit)
+            c.put(fabric, FABRIC, "long", c.get(fabric, FABRIC, "long") & ~bit)
+            c.call("void", "fabric_pop", fabric, index.to("i32"))
+            _hold(c, fabric, index)
+    c.ret(c.get(fabric, FABRIC, "landed") - before)
     return c
 
 
@@ -283,33 +310,37 @@ def _drain_range() -> Code:
     return c
 
 
-def _tick() -> Code:
-    """After a lane's step: time goes on, the weather changes, a word may land. Whether one did."""
-    c = Code("fabric_tick", "i1", [("ptr", "fabric")], "noinline")
+def _weather() -> Code:
+    """The weather changes."""
+    c = Code("fabric_weather", "void", [("ptr", "fabric")], "noinline")
     fabric = c.params["fabric"]
+    c.put(fabric, FABRIC, "weather_left", draw(c, fabric, 10) + 64)
+    c.put(fabric, FABRIC, "steady", draw(c, fabric, 1).eq(0).select(c.const("i32", _STEADY[0]), _STEADY[1]))
+    which = draw(c, fabric, 16) % len(_WEATHERS)
+    weather = c.variable("i32", _WEATHERS[0])
+    for number, kind in enumerate(_WEATHERS):
+        with c.when(which.eq(number)):
+            weather.set(kind)
+    c.put(fabric, FABRIC, "weather", weather.get())
+    c.ret()
+    return c
+
+
+def tick(c: Code, fabric: Value, bits: Value) -> Value:
+    """After a lane's step: time goes on, the weather changes, words may land. Whether one did. ``bits`` are random."""
     c.bump(fabric, FABRIC, "clock", _CLOCK_STEP)
     left = c.get(fabric, FABRIC, "weather_left")
     c.put(fabric, FABRIC, "weather_left", left - 1)
     with c.when(left.eq(0)):
-        c.put(fabric, FABRIC, "weather_left", draw(c, fabric, 10) + 64)
-        which = draw(c, fabric, 16) % len(_WEATHERS)
-        weather = c.variable("i32", _WEATHERS[0])
-        for number, kind in enumerate(_WEATHERS):
-            with c.when(which.eq(number)):
-                weather.set(kind)
-        c.put(fabric, FABRIC, "weather", weather.get())
-    with c.when(c.get(fabric, FABRIC, "flying").eq(0)):
-        c.ret(c.const("i1", 0))
+        c.call("void", "fabric_weather", fabric)
+    landed = c.variable("i1", 0)
     mask = (c.const("i32", 1) << c.get(fabric, FABRIC, "weather")) - 1
-    with c.when((draw(c, fabric, 16) & mask).ne(0)):
-        c.ret(c.const("i1", 0))
-    # one word, or a few if many are on their way: else most steps would be spent on waiting for thousands
-    landed = c.variable("i64", 0)
-    some = (c.get(fabric, FABRIC, "flying").to("i32") >> 6) + 1
-    with c.each(draw(c, fabric, 16) % some + 1):
-        landed.set(landed.get() + c.call("i64", "fabric_land", fabric))
-    c.ret(landed.get().ne(0))
-    return c
+    flying = c.get(fabric, FABRIC, "flying")
+    with c.when(flying.ne(0) & ((bits >> 48).to("i32") & mask).eq(0)):
+        # one word, or a few if many are on their way: else most steps would be spent on waiting for thousands
+        times = ((bits >> 24) & 0xFFFF) % ((flying >> 6) + 1) + 1
+        landed.set(c.call("i64", "fabric_land", fabric, times, c.const("i32", 0)).ne(0))
+    return landed.get()
 
 
 # -- a CTA's own stores ----------------------------------------------------------------------------------------------
@@ -390,31 +421,16 @@ def _find(c: Code, grid: Value, slot: Value, address: Value, size: Value) -> tup
     return exact.get(), other.get()
 
 
-def _store() -> Code:
-    """A store of a thread to device memory."""
-    params = [("ptr", "grid"), ("ptr", "slot"), ("ptr", "entry"), ("ptr", "pointer"), ("i64", "value"), ("i32", "size")]
-    c = Code("fabric_store", "void", params, "noinline")
-    grid, slot, entry, pointer, value, size = (c.params[n] for _, n in params)
-    with c.when(entry.eq(0)):  # memory of the thread or of the CTA
-        store_unit(c, pointer, value, size)
-        c.ret()
-    fabric = c.get(grid, GRID, "fabric")
-    address = pointer.to("i64")
-    with c.when(c.get(entry, ENTRY, "kind").eq(layout.REMOTE)):
-        key = c.get(entry, ENTRY, "key") + address - c.get(entry, ENTRY, "base")
-        c.call("void", "fabric_send", fabric, c.get(grid, GRID, "device"), pointer, key, value, size)
-        c.ret()
-    exact, other = _find(c, grid, slot, address, size)
-    with c.when(other):
-        c.call("void", "buffer_flush", grid, slot, address, size.to("i64"))
-        store_unit(c, pointer, value, size)
-        c.ret()
-    with c.when(exact.ne(0)):
-        c.put(exact, WORD, "value", value)
-        c.ret()
-    with c.when(draw(c, fabric, 2).eq(0)):  # some are done at once
-        store_unit(c, pointer, value, size)
-        c.ret()
+def _mark(c: Code, address: Value) -> Value:
+    """The bit of a CTA's ``marks`` that is set if its buffer holds any of these 16 bytes (or of some others)."""
+    return c.const("i64", 1) << ((address >> 4) & 63)
+
+
+def _keep() -> Code:
+    """Put a store of a place that no other in the buffer overlaps into a CTA's buffer."""
+    params = [("ptr", "grid"), ("ptr", "slot"), ("ptr", "pointer"), ("i64", "value"), ("i32", "size")]
+    c = Code("buffer_keep", "void", params, "noinline")
+    grid, slot, pointer, value, size = (c.params[n] for _, n in params)
     with c.when(c.get(slot, CTA, "buffered").eq(layout.BUFFER_LENGTH)):
         c.call("void", "buffer_leak", grid, slot)
     count = c.get(slot, CTA, "buffered")
@@ -422,26 +438,124 @@ def _store() -> Code:
     for name, field in (("address", pointer), ("value", value), ("size", size)):
         c.put(new, WORD, name, field)
     c.put(slot, CTA, "buffered", count + 1)
+    c.put(slot, CTA, "marks", c.get(slot, CTA, "marks") | _mark(c, pointer.to("i64")))
     c.ret()
     return c
 
 
+def _again() -> Code:
+    """Store one unit where the CTA's buffer holds something already."""
+    params = [("ptr", "grid"), ("ptr", "slot"), ("ptr", "pointer"), ("i64", "value"), ("i32", "size")]
+    c = Code("buffer_again", "void", params, "noinline")
+    grid, slot, pointer, value, size = (c.params[n] for _, n in params)
+    address = pointer.to("i64")
+    exact, other = _find(c, grid, slot, address, size)
+    with c.when(~other & exact.ne(0)):
+        c.put(exact, WORD, "value", value)
+        c.ret()
+    with c.when(other):
+        c.call("void", "buffer_flush", grid, slot, address, size.to("i64"))
+    store_unit(c, pointer, value, size)
+    c.ret()
+    return c
+
+
+def _holds() -> Code:
+    """Whether a CTA's buffer holds any byte of [address, address + bytes)."""
+    params = [("ptr", "grid"), ("ptr", "slot"), ("i64", "address"), ("i32", "bytes")]
+    c = Code("buffer_holds", "i1", params, "noinline")
+    slot, address, last = c.params["slot"], c.params["address"], c.params["bytes"].to("i64") - 1
+    sought = _mark(c, address) | _mark(c, address + last)
+    with c.when((c.get(slot, CTA, "marks") & sought).eq(0)):
+        c.ret(c.const("i1", 0))
+    base = _buffer(c, c.params["grid"], slot)
+    marks = c.variable("i64", 0)
+    with c.each(c.get(slot, CTA, "buffered")) as i:
+        entry = _entry(base, i)
+        at = c.get(entry, WORD, "address").to("i64")
+        with c.when(_overlap(c, at, c.get(entry, WORD, "size"), address, c.params["bytes"])):
+            c.ret(c.const("i1", 1))
+        marks.set(marks.get() | _mark(c, at))
+    c.put(slot, CTA, "marks", marks.get())
+    c.ret(c.const("i1", 0))
+    return c
+
+
+def _store() -> Code:
+    """A store of a thread to device memory: so many units, each by itself."""
+    params = [("ptr", "grid"), ("ptr", "slot"), ("ptr", "entry"), ("ptr", "pointer"), ("ptr", "values")]
+    params += [("i32", "size"), ("i32", "count")]
+    c = Code("fabric_store", "void", params, "noinline")
+    grid, slot, entry, pointer, values, size, count = (c.params[n] for _, n in params)
+    fabric = c.get(grid, GRID, "fabric")
+    address = pointer.to("i64")
+
+    def each_unit(do: Callable[[Value, Value, Value], None]) -> None:
+        with c.each(count) as i:
+            do(i, pointer + (i * size).to("i64"), (values + (i * 8).to("i64")).load("i64"))
+        c.ret()
+
+    with c.when(entry.eq(0)):  # memory of the thread or of the CTA
+        each_unit(lambda i, at, value: store_unit(c, at, value, size))
+    with c.when(c.get(entry, ENTRY, "kind").eq(layout.REMOTE)):
+        key = c.get(entry, ENTRY, "key") + address - c.get(entry, ENTRY, "base")
+        sender = c.get(grid, GRID, "device")
+
+        def send(i: Value, at: Value, value: Value) -> None:
+            c.call("void", "fabric_send", fabric, sender, at, key + (i * size).to("i64"), value, size)
+
+        each_unit(send)
+
+    def again(i: Value, at: Value, value: Value) -> None:
+        c.call("void", "buffer_again", grid, slot, at, value, size)
+
+    with (
+        c.when(c.get(slot, CTA, "buffered").ne(0)),
+        c.when(c.call("i1", "buffer_holds", grid, slot, address, size * count)),
+    ):
+        each_unit(again)
+    # an access is done at once, or each of its units lingers or does not
+    bits = c.call("i64", "chance", fabric)
+    lingers = (bits >> 62).eq(0).select(((bits >> 40) | (bits >> 48)).to("i32"), 0)
+
+    def linger(i: Value, at: Value, value: Value) -> None:
+        with c.choose(((lingers >> i) & 1).ne(0)) as (yes, no):
+            with yes:
+                c.call("void", "buffer_keep", grid, slot, at, value, size)
+            with no:
+                store_unit(c, at, value, size)
+
+    each_unit(linger)
+    return c
+
+
+def _look() -> Code:
+    """Before a load of device memory: words of ours that are on their way there land. Whether the CTA's buffer holds
+    anything of it."""
+    params = [("ptr", "grid"), ("ptr", "slot"), ("ptr", "entry"), ("ptr", "pointer"), ("i32", "size"), ("i32", "count")]
+    c = Code("fabric_look", "i1", params, "noinline")
+    grid, slot, entry, pointer, size, count = (c.params[n] for _, n in params)
+    address = pointer.to("i64")
+    with c.when(c.get(entry, ENTRY, "kind").eq(layout.REMOTE)):
+        key = c.get(entry, ENTRY, "key") + address - c.get(entry, ENTRY, "base")
+        with c.each(count) as i:
+            at = (i * size).to("i64")
+            c.call("void", "fabric_meet", c.get(grid, GRID, "fabric"), key + at, address + at, size)
+    c.ret(c.call("i1", "buffer_holds", grid, slot, address, size * count))
+    return c
+
+
 def _load() -> Code:
-    """A load of a thread from device memory: the CTA's own buffered stores are seen."""
-    params = [("ptr", "grid"), ("ptr", "slot"), ("ptr", "entry"), ("ptr", "pointer"), ("i32", "size")]
+    """Load a unit of which the CTA's buffer may hold something: the CTA's own stores are seen."""
+    params = [("ptr", "grid"), ("ptr", "slot"), ("ptr", "pointer"), ("i32", "size")]
     c = Code("fabric_load", "i64", params, "noinline")
-    grid, slot, entry, pointer, size = (c.params[n] for _, n in params)
-    with c.when(entry.ne(0)):
-        address = pointer.to("i64")
-        with c.when(c.get(entry, ENTRY, "kind").eq(layout.REMOTE)):
-            key = c.get(entry, ENTRY, "key") + address - c.get(entry, ENTRY, "base")
-            c.call("void", "fabric_meet", c.get(grid, GRID, "fabric"), key, address, size)
-        with c.when(c.get(slot, CTA, "buffered").ne(0)):
-            exact, other = _find(c, grid, slot, address, size)
-            with c.when(other):
-                c.call("void", "buffer_flush", grid, slot, address, size.to("i64"))
-            with c.when(~other & exact.ne(0)):
-                c.ret(c.get(exact, WORD, "value"))
+    grid, slot, pointer, size = (c.params[n] for _, n in params)
+    address = pointer.to("i64")
+    exact, other = _find(c, grid, slot, address, size)
+    with c.when(other):
+        c.call("void", "buffer_flush", grid, slot, address, size.to("i64"))
+    with c.when(~other & exact.ne(0)):
+        c.ret(c.get(exact, WORD, "value"))
     c.ret(_load_unit(c, pointer, size))
     return c
 
@@ -531,6 +645,7 @@ def _orphan_leak() -> Code:
 
 def functions() -> list[Code]:
     """All functions of the fabric."""
-    flying = (_random, _preempt, _now, _pop, _settle, _meet, _send, _land, _hurry, _drain, _drain_range, _tick)
-    buffered = (_flush, _leak, _store, _load, _fence, _atomic, _multicast, _orphan, _orphan_leak)
-    return [maker() for maker in (*flying, *buffered)]
+    flying = (chance, _random, _now, _pop, _settle, _meet, _send, _land, _drain, _drain_range, _weather)
+    buffered = (_flush, _leak, _keep, _again, _holds, _store, _look, _load, _fence, _atomic, _multicast)
+    orphans = (_orphan, _orphan_leak)
+    return [maker() for maker in (*flying, *buffered, *orphans)]

@@ -148,7 +148,8 @@ class Code:
     """Writes one function, block by block; functions that it calls are declared by the `unit` it belongs to."""
 
     def __init__(self, name: str, result: str, params: Sequence[tuple[str, str]], attributes: str = "") -> None:
-        linkage = "internal " if "alwaysinline" in attributes else ""
+        self.internal = "alwaysinline" in attributes
+        linkage = "internal " if self.internal else ""
         self.name = name
         self.head = f"define {linkage}{result} @{name}({', '.join(f'{t} %{n}' for t, n in params)}) {attributes} {{"
         self.params = {n: Value(self, t.split()[0], f"%{n}") for t, n in params}

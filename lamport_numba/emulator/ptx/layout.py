@@ -65,18 +65,23 @@ GRID = Record(
     ptr orphan_list;
     i32 order_step, order_start, calm, buffers_at, brief"""
 )
-CTA = Record("i32 live, x, y, z, rank, triggered, barred, buffered, held, laid_out")
+CTA = Record("i32 live, x, y, z, rank, triggered, barred, buffered, held, laid_out; i64 marks")
 BARRIER = Record("i32 arrived, expected, waiting, ones", size=16)
 WARP = Record("i32 ready, live, collective, barred, depending, sampling, spinning, asked", size=32)
 LANE = Record("i32 state, mask, op, b, c, ones; i64 a, result; i32 tid_x, tid_y, tid_z, lane, warp, site", size=64)
 TABLE = Record("i64 count, version; ptr entries")
 ENTRY = Record("i64 base, end; i32 kind, access; i64 key; ptr members; i32 member_count, spare", size=48)
 MEMBER = Record("ptr address; i64 key", size=16)
-CACHE = Record("i64 base, span", size=16)
+CACHE = Record("i64 base, span; ptr entry", size=32)
 
 # The adversarial fabric: its state, its queues of words in flight, and a CTA's stores that are not done yet.
-FABRIC = Record("i64 random, clock, salt, flying, wide, landed; i32 weather, weather_left")
-QUEUE = Record("i32 head, count, held", size=16)
+# ``filled``, ``held`` and ``long`` have a bit for each queue: it has words, it waits for a while, for long.
+# ``steady``: before one of so many accesses and one a lane loses its turn. ``hasty``: whoever waits for the words is in
+# another process, and a kernel that waits gains nothing by looking often.
+FABRIC = Record(
+    "i64 random, clock, salt, flying, wide, landed, filled, held, long; i32 weather, weather_left, steady, hasty"
+)
+QUEUE = Record("i32 head, count", size=16)
 WORD = Record("ptr address; i64 value; i32 size, sender", size=24)
 QUEUES, QUEUE_LENGTH = 64, 256
 WORDS_AT = FABRIC.size + QUEUES * QUEUE.size

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from . import layout
 from .ir import Value
-from .layout import CACHE
+from .layout import CACHE, CTA, ENTRY
 from .syntax import TYPES, Address, Instruction, Operand, Symbol, Vector
 from .translate import _COLD, Mods, Translator, instruction
 
@@ -147,19 +147,35 @@ def _bounded(t: Translator, base: Value, total: Value, at: Value, access: Access
     return base + at
 
 
-def _checked(t: Translator, address: Value, access: Access, site: int, need: int) -> Value:
-    """Device memory: the site's remembered range, else a search."""
+def _remembered(t: Translator, address: Value, access: Access, site: int) -> tuple[Value, Value]:
+    """What the site remembers, and whether the access is inside it."""
     c = t.c
     cache = t.once("caches") + CACHE.size * site
     inside = (address - c.get(cache, CACHE, "base")).lt(c.get(cache, CACHE, "span"))
     if access.size > 1:
         inside = inside & (address & (access.size - 1)).eq(0)
+    return cache, inside
+
+
+def _checked(t: Translator, address: Value, access: Access, site: int, need: int) -> Value:
+    """Device memory: the site's remembered range, else a search."""
+    c = t.c
+    _, inside = _remembered(t, address, access, site)
     good, slow = c.fresh("good"), c.fresh("slow")
     c.branch(inside, good, slow, _COLD)
     c.label(slow)
     _admit(t, address, access, site, need)
     c.label(good)
     return address.to("ptr")
+
+
+def _entry(t: Translator, address: Value, access: Access, site: int, need: int) -> Value:
+    """The same for whoever wants the entry."""
+    c = t.c
+    cache, inside = _remembered(t, address, access, site)
+    with c.when(~inside):
+        _admit(t, address, access, site, need)  # remembers it
+    return c.get(cache, CACHE, "entry")
 
 
 def _admit(t: Translator, address: Value, access: Access, site: int, need: int) -> Value:
@@ -208,11 +224,11 @@ def _watched(t: Translator, address: Value, access: Access, site: int, need: int
     _may_lose_turn(t)
     address = _address(t, next(o for o in t.item.operands if isinstance(o, Address)))
     if not generic:
-        return Place(address.to("ptr"), address, _admit(t, address, access, site, need))
+        return Place(address.to("ptr"), address, _entry(t, address, access, site, need))
     entry, pointer = c.variable("ptr"), c.variable("ptr")
     with c.choose((address >> 56).eq(0)) as (device, window):
         with device:
-            entry.set(_admit(t, address, access, site, need))
+            entry.set(_entry(t, address, access, site, need))
             pointer.set(address.to("ptr"))
         with window:
             entry.set(c.const("ptr", 0))
@@ -224,7 +240,7 @@ def _may_lose_turn(t: Translator) -> None:
     """Adversarial: before an access the lane may be left, by a draw."""
     c = t.c
     lose, keep = c.fresh("lose"), c.fresh("keep")
-    c.branch(c.call("i1", "fabric_preempt", t.grid), lose, keep)
+    c.branch(c.call("i1", "preempt", t.grid), lose, keep)
     c.label(lose)
     t.leave(t.moved.get().select(c.const("i32", layout.YIELD), layout.SPIN), t.live[t.at])
     c.label(keep)
@@ -235,6 +251,19 @@ def _elements(t: Translator, operand: Operand, count: int) -> tuple[Operand, ...
     if len(items) != count:
         raise t.fail(f"{len(items)} elements, expected {count}")
     return items
+
+
+def _own(t: Translator, place: Place, access: Access) -> Value:
+    """Whether the CTA may see stores of its own that nobody else does, where it loads now."""
+    c, entry = t.c, place.entry
+    assert entry is not None
+    own = c.variable("i1", 0)
+    with c.when(entry.ne(0)):
+        remote = c.get(entry, ENTRY, "kind").eq(layout.REMOTE)
+        with c.when(remote | c.get(t.cta, CTA, "buffered").ne(0)):
+            unit, count = c.const("i32", access.unit), c.const("i32", access.count)
+            own.set(c.call("i1", "fabric_look", t.grid, t.cta, entry, place.pointer, unit, count))
+    return own.get()
 
 
 @instruction("ld", "ldu")
@@ -252,19 +281,28 @@ def _load(t: Translator, item: Instruction, mods: Mods) -> None:
     base = t.operand(1).base if isinstance(t.operand(1), Address) else None  # type: ignore[union-attr]
     given = isinstance(base, Symbol) and base.target in t.kernel.params
     how = ", !invariant.load !1" if given else ""
-    found = []
-    for i in range(access.count):
+    own = _own(t, place, access) if place.entry is not None and bits <= 64 else None
+
+    def plain(i: int) -> Value:
         at = place.pointer + i * access.unit
-        if place.entry is not None and bits <= 64:
-            value = c.call("i64", "fabric_load", t.grid, t.cta, place.entry, at, c.const("i32", access.unit)).to(
-                f"i{bits}"
-            )
-        elif atomic:
+        if atomic:
             volatile = "volatile " if access.order in ("volatile", "mmio") else ""
-            value = c.op(f"i{bits}", f"load atomic {volatile}i{bits}, {at} {order}, align {access.unit}")
-        else:
-            value = at.load(f"i{bits}", f", align {access.unit}{how}")
-        found.append(value)
+            return c.op(f"i{bits}", f"load atomic {volatile}i{bits}, {at} {order}, align {access.unit}")
+        return at.load(f"i{bits}", f", align {access.unit}{how}")
+
+    if own is None:
+        found = [plain(i) for i in range(access.count)]
+    else:
+        seen = [c.variable(f"i{bits}") for _ in range(access.count)]
+        with c.choose(own) as (yes, no):
+            with yes:
+                for i in range(access.count):
+                    at, size = place.pointer + i * access.unit, c.const("i32", access.unit)
+                    seen[i].set(c.call("i64", "fabric_load", t.grid, t.cta, at, size).to(f"i{bits}"))
+            with no:
+                for i in range(access.count):
+                    seen[i].set(plain(i))
+        found = [variable.get() for variable in seen]
     for target, value in zip(_elements(t, t.operand(0), access.count), found, strict=True):
         t.write(target, value, signed=TYPES[access.kind][1] == "s")
 
@@ -283,15 +321,19 @@ def _store(t: Translator, item: Instruction, mods: Mods) -> None:
     if access.order == "release" and t.adversarial and access.far:
         c.call("void", "fabric_fence", t.grid, t.cta)
     order = "release" if access.order == "release" else "monotonic"
-    for i, value in enumerate(values):
-        at = place.pointer + i * access.unit
-        if place.entry is not None and bits <= 64:
-            size = c.const("i32", access.unit)
-            c.call("void", "fabric_store", t.grid, t.cta, place.entry, at, value.to("i64"), size)
-        elif access.order and bits <= 64:
-            c.do(f"store atomic {value}, {at} {order}, align {access.unit}")
-        else:
-            c.do(f"store {value}, {at}, align {access.unit}")
+    if place.entry is not None and bits <= 64:
+        kept = t.values(access.count)
+        for i, value in enumerate(values):
+            (kept + 8 * i).store(value.to("i64"))
+        numbers = c.const("i32", access.unit), c.const("i32", access.count)
+        c.call("void", "fabric_store", t.grid, t.cta, place.entry, place.pointer, kept, *numbers)
+    else:
+        for i, value in enumerate(values):
+            at = place.pointer + i * access.unit
+            if access.order and bits <= 64:
+                c.do(f"store atomic {value}, {at} {order}, align {access.unit}")
+            else:
+                c.do(f"store {value}, {at}, align {access.unit}")
     if access.space in ("", "global"):
         t.moved.set(1)
 

@@ -87,6 +87,7 @@ def _admit() -> Code:
         cache = c.get(grid, GRID, "caches") + (site * CACHE.size).to("i64")
         c.put(cache, CACHE, "base", base)
         c.put(cache, CACHE, "span", end - base - wide + 1)
+        c.put(cache, CACHE, "entry", entry)
     c.ret(entry)
     return c
 
@@ -167,7 +168,7 @@ def _dispatch() -> Code:
     c.put(slot, CTA, "x", rank % x)
     c.put(slot, CTA, "y", (rank // x) % y)
     c.put(slot, CTA, "z", rank // (x * y))
-    for name in ("triggered", "barred", "buffered", "held"):
+    for name in ("triggered", "barred", "buffered", "held", "marks"):
         c.put(slot, CTA, name, 0)
     size = layout.BARRIERS * BARRIER.size
     c.call(
@@ -505,7 +506,7 @@ def _functions() -> list[Code]:
 
 def symbols() -> list[str]:
     """The names of all functions that kernels may call."""
-    return [f.name for f in _functions()] + list(_rounding_functions())
+    return [f.name for f in _functions() if not f.internal] + list(_rounding_functions())
 
 
 def source() -> str:

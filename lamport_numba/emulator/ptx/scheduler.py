@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import layout
-from .adversary import draw
+from .adversary import chance, draw, preempt, tick
 from .ir import Code, Value, Variable
 from .layout import CTA, FABRIC, GRID, LANE, WARP
 from .runtime import lane_at, warp_at
@@ -218,7 +218,8 @@ def _run() -> Code:
 
 # -- the adversarial scheduler ---------------------------------------------------------------------------------------
 
-_IDLE = 4  # passes without progress before a pass in which nobody is left out
+_BURST = 3  # a warp that got on has its turn ended by one draw of 2**n
+_IDLE, _HASTY = 4, 2  # passes without progress before a pass in which nobody is left out
 
 
 def _chosen(c: Code, fabric: Value, ready: Value) -> Value:
@@ -231,14 +232,23 @@ def _chosen(c: Code, fabric: Value, ready: Value) -> Value:
     return mask.get()
 
 
+def _fetch(c: Code, lane: Value) -> None:
+    """Have the frame of the lane that comes next at hand: in random order no processor foresees it."""
+    hints = [Value(c, "i32", n) for n in ("1", "3", "1")]
+    for line in range(3):
+        c.call("void", "llvm.prefetch.p0", lane + 64 * line, *hints)
+
+
 def _wild_turn() -> Code:
     """A pass over a CTA that begins anywhere, leaves lanes out, and lets words land after every step."""
     c = Code("turn", "i32", [("ptr", "grid"), ("ptr", "slot")], "noinline")
     grid, slot = c.params["grid"], c.params["slot"]
     fabric, warps = c.get(grid, GRID, "fabric"), c.get(grid, GRID, "warps")
-    calm = c.get(grid, GRID, "calm").ne(0)
+    calm, patient = c.get(grid, GRID, "calm").ne(0), c.get(fabric, FABRIC, "hasty").eq(0)
     stride = c.get(grid, GRID, "stride").to("i64")
-    progress, steps = c.variable("i32", 0), c.variable("i64", 0)
+    brief = c.get(grid, GRID, "brief").eq(0).select(c.const("i32", 0), -1)
+    progress, moved, place = (c.variable("i32", 0) for _ in range(3))
+    steps = c.variable("i64", 0)
     start = draw(c, fabric, 16)
     with c.each(warps) as i:
         index = (start + i) % warps
@@ -247,26 +257,54 @@ def _wild_turn() -> Code:
         with c.when(c.get(warp, WARP, "depending").ne(0) & c.get(grid, GRID, "released").ne(0)):
             _move(c, warp, "depending", "ready", c.get(warp, WARP, "depending"))
             progress.set(1)
-        mask = c.variable("i32", c.get(warp, WARP, "ready"))
+        again, done, some = c.fresh("again"), c.fresh("done"), c.fresh("some")
+        ready = c.get(warp, WARP, "ready")
+        c.branch(ready.eq(0), done, some)
+        c.label(some)
+        idle = (ready & ~c.get(warp, WARP, "spinning")).eq(0)
+        c.branch(~calm & idle & draw(c, fabric, 2).ne(0), done, again)  # who only polls is mostly left out
+        c.label(again)
+        moved.set(0)
+        mask = c.variable("i32")
+        mask.set(c.get(warp, WARP, "ready"))
         with c.when(~calm):
             mask.set(_chosen(c, fabric, mask.get()))
         turned = draw(c, fabric, 5)
-        rotated = c.call("i32", "llvm.fshr.i32", mask.get(), mask.get(), turned)
-        with c.each_bit(rotated) as place:
-            bit = (place + turned) & 31
+        rest = c.variable("i32")
+        rest.set(c.call("i32", "llvm.fshr.i32", mask.get(), mask.get(), turned))
+        alike = c.get(warp, WARP, "spinning") & brief
+        alike = c.call("i32", "llvm.fshr.i32", alike, alike, turned)
+
+        def skip(_: Value, rest: Variable = rest, alike: Value = alike) -> None:
+            mine = c.const("i32", 1) << place.get()
+            rest.set(rest.get() & ~(alike & mine).ne(0).select(alike, 0))
+
+        with c.forever() as (_, leave):
+            more = c.fresh("more")
+            now = rest.get()
+            c.branch(now.ne(0), more, leave)
+            c.label(more)
+            rest.set(now & (now - 1))
+            place.set(now.lowest_bit())
+            bit = (place.get() + turned) & 31
             lane = first + bit.to("i64") * stride
+            _fetch(c, first + ((rest.get() | (1 << 31)).lowest_bit() + turned & 31).to("i64") * stride)
             steps.set(steps.get() + 1)
             why = c.call("i32", "step", lane, slot, grid)
-            _settle(c, grid, slot, warp, lane, bit, index, why, progress)
-            progress.set(progress.get() | c.call("i1", "fabric_tick", fabric).to("i32"))
-            chance = draw(c, fabric, 8)
-            with c.when((chance & 15).eq(0)):
+            _settle(c, grid, slot, warp, lane, bit, index, why, moved, skip)
+            bits = c.call("i64", "chance", fabric)
+            progress.set(progress.get() | (tick(c, fabric, bits) & patient).to("i32"))
+            with c.when((bits & (15 << 16)).eq(0)):
                 c.call("void", "buffer_leak", grid, slot)
-            with c.when((chance >> 4).eq(0)):
+            with c.when((bits & (15 << 20)).eq(0)):
                 c.call("void", "orphan_leak", grid)
         with c.when(_to_answer(c, warp)):
-            answered = c.call("i1", "resolve", grid, slot, warp, index)
-            progress.set(progress.get() | answered.to("i32"))
+            moved.set(moved.get() | c.call("i1", "resolve", grid, slot, warp, index).to("i32"))
+        progress.set(progress.get() | moved.get())
+        with c.when(moved.get().ne(0)):  # mostly a warp goes on for a while: its frames are at hand
+            c.branch(draw(c, fabric, _BURST).ne(0), again, done)
+            c.label(c.fresh("never"))
+        c.label(done)
     with c.when(c.get(slot, CTA, "barred").ne(0)):
         progress.set(progress.get() | c.call("i1", "barriers", grid, slot).to("i32"))
     with c.when(calm & c.get(slot, CTA, "buffered").ne(0)):
@@ -300,13 +338,15 @@ def _wild_run() -> Code:
     total, high = c.get(grid, GRID, "total"), c.get(grid, GRID, "high")
     end = c.get(grid, GRID, "steps") + c.params["quantum"]
     slots = c.get(grid, GRID, "slots")
-    progress, idle, lingered = c.variable("i32", 0), c.variable("i32", 0), c.variable("i32", 0)
+    hasty = c.get(fabric, FABRIC, "hasty").ne(0)
+    progress, idle = c.variable("i32", 0), c.variable("i32", 0)
     with c.forever():
         progress.set(0)
-        lingered.set(0)
         _stop_if_told(c, grid)
-        calm = ~idle.get().lt(_IDLE)
+        calm = ~idle.get().lt(hasty.select(_HASTY, c.const("i32", _IDLE)))
+        lingers = (c.get(fabric, FABRIC, "flying") | c.get(grid, GRID, "orphans").to("i64")).ne(0)
         c.put(grid, GRID, "calm", calm.to("i32"))
+        c.put(grid, GRID, "brief", (lingers | ~calm | (hasty & draw(c, fabric, 2).ne(0))).to("i32"))
         start = draw(c, fabric, 16)
         with c.each(high) as i:
             index = (start + i) % high
@@ -328,21 +368,20 @@ def _wild_run() -> Code:
                 c.call("void", "orphan_leak", grid)
             c.ret(c.const("i32", layout.FINISHED))
         with c.when(calm):  # nobody got on: what lingers moves, if it is only a little
-            with c.when(c.get(fabric, FABRIC, "flying").ne(0)):
-                # one by one, or by the dozen if many are on their way
-                some = (c.get(fabric, FABRIC, "flying").to("i32") >> 4) + 1
-                with c.each(draw(c, fabric, 16) % some + 1):
-                    c.call("void", "fabric_hurry", fabric)
-                lingered.set(1)
+            flying = c.get(fabric, FABRIC, "flying")
+            with c.when(flying.ne(0)):
+                bits = c.call("i64", "chance", fabric)  # one by one, or many at a time; in haste many, or all
+                most = flying >> ((bits >> 8) & hasty.select(c.const("i64", 0), 7))
+                times = (hasty & (bits & 64).ne(0)).select(flying, (bits >> 40) % (most + 1) + 1)
+                c.call("i64", "fabric_land", fabric, times, c.const("i32", 1))
             with c.when(c.get(grid, GRID, "orphans").ne(0)):
                 c.call("void", "orphan_leak", grid)
-                lingered.set(1)
         with c.when(progress.get().ne(0)):
             idle.set(0)
             with c.when(~c.get(grid, GRID, "steps").lt(end)):  # only then: RUNNING means that somebody got on
                 c.ret(c.const("i32", layout.RUNNING))
         with c.when(progress.get().eq(0)):
-            with c.when(calm & lingered.get().eq(0)):
+            with c.when(calm & ~lingers):
                 c.ret(c.const("i32", layout.STALLED))
             idle.set(idle.get() + 1)
     c.ret(c.const("i32", layout.RUNNING))
@@ -351,4 +390,4 @@ def _wild_run() -> Code:
 
 def scheduler(step: Code, *, adversarial: bool = False) -> list[Code]:
     """The functions of a kernel's unit: the step, a pass over a CTA, and the run."""
-    return [step, _wild_turn(), _wild_run()] if adversarial else [step, _turn(), _run()]
+    return [chance(), preempt(), step, _wild_turn(), _wild_run()] if adversarial else [step, _turn(), _run()]

@@ -337,6 +337,14 @@ class Translator:
         now = c.call("i64", "fabric_now", c.get(self.grid, GRID, "fabric"))
         return now >> 32 if text.endswith("_hi") else now & 0xFFFFFFFF if text.endswith(("_lo", "clock")) else now
 
+    def values(self, count: int) -> Value:
+        """Room for the values of an access, 8 bytes each."""
+        name = f"%values.{count}"
+        text = f"  {name} = alloca [{count} x i64]"
+        if text not in self.c.entry:
+            self.c.entry.append(text)
+        return Value(self.c, "ptr", name)
+
     # -- leaving and coming back -------------------------------------------------------------------------------------
 
     def site(self, size: int = 0) -> int:
