@@ -57,6 +57,7 @@ class Fault:
 _POOLED = 64 << 20  # a block with more bytes of slots is not kept for the next grid
 _PARAMS_AT = layout.GRID.size + -layout.GRID.size % 64
 _SEQUENCE_AT = layout.GRID.offsets["sequence"]
+_ORDER_AT = layout.GRID.offsets["order_step"]
 _STEPS_AT = layout.GRID.offsets["steps"]
 _FAULT = struct.Struct("=6IQI")
 
@@ -218,11 +219,12 @@ class Grid:
 
     def _shuffle(self, b: _Block) -> None:
         """Draw the order in which CTAs are dispatched: its step and its start; else it is from 0 up."""
-        step = self.fabric.draw(self.total) + 1
+        drawn, step = divmod(self.fabric.draw(1 << 47), self.total)
+        step += 1
         while math.gcd(step, self.total) != 1:
             step += 1
-        b.put("order_step", step)
-        b.put("order_start", self.fabric.draw(self.total))
+        start = drawn % self.total
+        b.memory[_ORDER_AT : _ORDER_AT + 8] = (start << 32 | step).to_bytes(8, "little")
 
     def _take_block(self, shape: tuple[tuple[int, int, int], int, int, bool]) -> _Block:
         pool = self.kernel.pool

@@ -210,7 +210,7 @@ def _send() -> Code:
     count = c.get(queue, QUEUE, "count")
     with c.when(count.eq(0)):
         _set(c, fabric, "filled", _bit(c, index))
-        _hold(c, fabric, index)
+        _hold(c, fabric, index, c.call("i64", "chance", fabric) >> 32)
     word = _word(fabric, index, c.get(queue, QUEUE, "head") + count)
     for name, field in (("address", address), ("value", value), ("size", size), ("sender", sender)):
         c.put(word, WORD, name, field)
@@ -222,10 +222,9 @@ def _send() -> Code:
     return c
 
 
-def _hold(c: Code, fabric: Value, index: Value) -> None:
-    """Now and then a queue is held, for a while or for long."""
-    bits = c.call("i64", "chance", fabric)
-    with c.when((bits >> 62).eq(0)), c.choose(((bits >> 59) & 7).eq(0)) as (yes, no):
+def _hold(c: Code, fabric: Value, index: Value, bits: Value) -> None:
+    """Now and then a queue is held, for a while or for long. ``bits``: 5 random ones."""
+    with c.when((bits & 3).eq(0)), c.choose((bits & 31).eq(0)) as (yes, no):
         with yes:
             _set(c, fabric, "long", _bit(c, index))
         with no:
@@ -272,7 +271,7 @@ def _land() -> Code:
             c.put(fabric, FABRIC, "held", c.get(fabric, FABRIC, "held") & ~bit)
             c.put(fabric, FABRIC, "long", c.get(fabric, FABRIC, "long") & ~bit)
             c.call("void", "fabric_pop", fabric, index.to("i32"))
-            _hold(c, fabric, index)
+            _hold(c, fabric, index.to("i32"), bits >> 26)
     c.ret(c.get(fabric, FABRIC, "landed") - before)
     return c
 
@@ -326,19 +325,21 @@ def _weather() -> Code:
     return c
 
 
-def tick(c: Code, fabric: Value, bits: Value) -> Value:
-    """After a lane's step: time goes on, the weather changes, words may land. Whether one did. ``bits`` are random."""
-    c.bump(fabric, FABRIC, "clock", _CLOCK_STEP)
-    left = c.get(fabric, FABRIC, "weather_left")
-    c.put(fabric, FABRIC, "weather_left", left - 1)
-    with c.when(left.eq(0)):
+def tick(c: Code, fabric: Value, steps: Value) -> Value:
+    """After some lanes' steps: time goes on, the weather changes, words may land. Whether any did."""
+    c.bump(fabric, FABRIC, "clock", steps * _CLOCK_STEP)
+    left = c.get(fabric, FABRIC, "weather_left") - steps.to("i32")
+    c.put(fabric, FABRIC, "weather_left", left)
+    with c.when(left.cmp("slt", 0)):
         c.call("void", "fabric_weather", fabric)
     landed = c.variable("i1", 0)
-    mask = (c.const("i32", 1) << c.get(fabric, FABRIC, "weather")) - 1
     flying = c.get(fabric, FABRIC, "flying")
-    with c.when(flying.ne(0) & ((bits >> 48).to("i32") & mask).eq(0)):
-        # one word, or a few if many are on their way: else most steps would be spent on waiting for thousands
-        times = ((bits >> 24) & 0xFFFF) % ((flying >> 6) + 1) + 1
+    with c.when(flying.ne(0)):
+        # a word, or a few if many are on their way: else most steps would be spent on waiting for thousands
+        bits = c.call("i64", "chance", fabric)
+        weather = c.get(fabric, FABRIC, "weather").to("i64")
+        spare = ((bits >> 48) & ((c.const("i64", 1) << weather) - 1)) + steps
+        times = (spare >> weather) * (((bits >> 24) & 0xFFFF) % ((flying >> 6) + 1) + 1)
         landed.set(c.call("i64", "fabric_land", fabric, times, c.const("i32", 0)).ne(0))
     return landed.get()
 

@@ -83,7 +83,7 @@ FABRIC = Record(
 )
 QUEUE = Record("i32 head, count", size=16)
 WORD = Record("ptr address; i64 value; i32 size, sender", size=24)
-QUEUES, QUEUE_LENGTH = 64, 256
+QUEUES, QUEUE_LENGTH = 64, 128
 WORDS_AT = FABRIC.size + QUEUES * QUEUE.size
 FABRIC_BYTES = WORDS_AT + QUEUES * QUEUE_LENGTH * WORD.size
 BUFFER_LENGTH, ORPHANS = 12, 256

@@ -279,6 +279,7 @@ def _wild_turn() -> Code:
             mine = c.const("i32", 1) << place.get()
             rest.set(rest.get() & ~(alike & mine).ne(0).select(alike, 0))
 
+        before = steps.get()
         with c.forever() as (_, leave):
             more = c.fresh("more")
             now = rest.get()
@@ -292,11 +293,12 @@ def _wild_turn() -> Code:
             steps.set(steps.get() + 1)
             why = c.call("i32", "step", lane, slot, grid)
             _settle(c, grid, slot, warp, lane, bit, index, why, moved, skip)
+        progress.set(progress.get() | (tick(c, fabric, steps.get() - before) & patient).to("i32"))
+        with c.when((c.get(slot, CTA, "buffered") | c.get(grid, GRID, "orphans")).ne(0)):
             bits = c.call("i64", "chance", fabric)
-            progress.set(progress.get() | (tick(c, fabric, bits) & patient).to("i32"))
-            with c.when((bits & (15 << 16)).eq(0)):
+            with c.when((bits >> 63).eq(0)):
                 c.call("void", "buffer_leak", grid, slot)
-            with c.when((bits & (15 << 20)).eq(0)):
+            with c.when((bits & (1 << 62)).eq(0)):
                 c.call("void", "orphan_leak", grid)
         with c.when(_to_answer(c, warp)):
             moved.set(moved.get() | c.call("i1", "resolve", grid, slot, warp, index).to("i32"))
