@@ -536,7 +536,7 @@ class Engine:
             return
         fabric.advance(int(self._jump))
         self._waited += self._jump
-        self._jump = min(self._jump * 1.02, _LONGEST_JUMP)  # slow: a kernel looks at its clock once in many polls
+        self._jump = min(self._jump * 1.005, _LONGEST_JUMP)  # slow: a kernel looks at its clock once in many polls
         if self._waited < _DEADLOCK:
             return
         for device in MACHINE.devices:
