@@ -24,12 +24,13 @@ def to_device(x: Any, *, stream: Any = None, device: int | None = None, drv: Dri
     """Copy a host array to the device and return the device array.
 
     ``x``: anything numpy takes. ``stream``: the copy is enqueued there (its default: the legacy stream, waited for).
-    ``device``: default the current one, else this rank's. Raises TypeError for object and structured dtypes.
+    ``device``: an ordinal; default the current one, else this rank's. Raises TypeError for object and structured dtypes
+    and for a device that is no ordinal, ValueError for one that does not exist.
     """
     host = np.asarray(x)
     checked_dtype(host.dtype, "x")
     drv = drv or driver.select()
-    device = drv.default_device() if device is None else device
+    device = drv.default_device() if device is None else drv.checked_device(device)
     if drv.kind == "cuda":
         if not (host.flags.c_contiguous or host.flags.f_contiguous):
             host = np.ascontiguousarray(host)
@@ -47,7 +48,7 @@ def device_array(
 ) -> Any:
     """A device array with undefined contents. ``device``: default the current one, else this rank's."""
     drv = drv or driver.select()
-    device = drv.default_device() if device is None else device
+    device = drv.default_device() if device is None else drv.checked_device(device)
     dtype = checked_dtype(dtype, "dtype")
     if drv.kind == "cuda":
         drv.settle(device)

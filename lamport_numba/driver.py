@@ -7,6 +7,7 @@ emulated one.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import warnings
@@ -138,6 +139,27 @@ class Driver:
         if _thread.device is not None:
             return _thread.device
         return (launched().local_rank or 0) % max(self.device_count(), 1)
+
+    def checked_device(self, device: Any) -> int:
+        """``device`` as an ordinal. Raises TypeError for what is no integer, ValueError if there is no such device."""
+        if type(device) is int and device in self._primary:
+            return device
+        try:
+            number = None if isinstance(device, bool) else operator.index(device)
+        except TypeError:
+            number = None
+        if number is None:
+            raise TypeError(
+                f"device is {device!r}, of type {type(device).__name__}; expected None or the ordinal of a device, an "
+                "integer (LAMPORT_NUMBA_DEVICE chooses between cuda and emulated)"
+            )
+        count = self.device_count()
+        if not 0 <= number < count:
+            raise ValueError(
+                f"device is {number}; expected None or an ordinal from 0 to {count - 1}: CUDA_VISIBLE_DEVICES, or "
+                "LAMPORT_NUMBA_EMULATED_DEVICES on the emulated device, says how many there are"
+            )
+        return number
 
     # Contexts: only ever the primary one, which stays retained for the life of the process.
 

@@ -331,6 +331,7 @@ _HINTS: tuple[tuple[str, int, str], ...] = (
     ),
     (_ANY, 46, "another process holds the GPU exclusively: set its compute mode to DEFAULT, or start MPS"),
     (_ANY, 201, "no context is current: make the calls between `with driver.current(device)`"),
+    (_ANY, 400, "a handle is not valid: of a stream, event or graph that was destroyed, or a number that is none"),
     (_ANY, 700, "a kernel touched memory it may not; this process's context is lost and must be restarted"),
     (_ANY, 716, "a kernel made a misaligned access; this process's context is lost and must be restarted"),
     (_ANY, 719, "a kernel failed; this process's context is lost and must be restarted"),

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, Final
 
 from .driver import Driver, structs
-from .errors import LamportError
+from .errors import DriverError, LamportError
 
 __all__ = ["LEGACY", "PER_THREAD", "InFlight", "StreamOrder", "as_stream", "is_capturing"]
 
@@ -56,8 +56,16 @@ def _handle(stream: Any) -> int:
 
 
 def is_capturing(drv: Driver, stream: int) -> bool:
-    """Whether the stream is being captured into a graph."""
-    status = drv.call("cuStreamIsCapturing", stream)
+    """Whether the stream is being captured into a graph. ValueError if the driver knows no such stream."""
+    try:
+        status = drv.call("cuStreamIsCapturing", stream)
+    except DriverError as error:
+        if error.code != structs.CUresult.CUDA_ERROR_INVALID_HANDLE:
+            raise
+        raise ValueError(
+            f"stream is {stream} ({stream:#x}), which is no stream of this device ({error.code_name}); expected None, "
+            "or a handle or an object of a stream that was made on it and is not destroyed"
+        ) from error
     return bool(status != structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.ranks import graph, new_stream, synchronise
 
 from lamport_numba import LamportAllGather, device_array, ptx, run_ranks, to_device
-from lamport_numba.collectives import base
+from lamport_numba.collectives import arguments
 from lamport_numba.errors import CallMismatch, LamportError, SetupError
 
 PATIENT = 60.0  # seconds; no test here may need a deadline
@@ -207,6 +207,7 @@ def test_close_compares_the_numbers_of_calls_before_the_deadline_does(world):
     error = same_error(closes(world, calls))
     assert "different numbers of calls (rank 0: 3, rank 1: 3" in str(error)
     assert "in another one" in str(error)
+    assert "compare_calls=True" in str(error)
 
 
 def test_close_shows_that_one_rank_refused():
@@ -271,7 +272,7 @@ def test_versions_that_differ(monkeypatch):
         def __format__(self, spec):
             return str(self)
 
-    monkeypatch.setattr(base, "__version__", Version())
+    monkeypatch.setattr(arguments, "__version__", Version())
 
     def rank(comm):
         with pytest.raises(SetupError, match=r"rank 0: .* of lamport-numba 1\.0: .*; rank 1: .* 1\.1: "):

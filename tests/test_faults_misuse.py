@@ -296,7 +296,7 @@ def test_ctrl_c_in_close_leaves_nothing_waiting():
         gathers_well(gather)
         comm.Barrier()
         if comm.rank == 0:
-            gather._at_rest = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+            gather._remains._at_rest = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
             with pytest.raises(KeyboardInterrupt):
                 gather.close()
             with pytest.raises(ClosedError):

@@ -49,6 +49,7 @@ def test_a_mismatch_gives_both_sides():
     assert error.theirs == (3, 32, 0xABC)
     assert "16 bytes" in str(error)
     assert "32 bytes" in str(error)
+    assert "compare_calls=True (LAMPORT_NUMBA_COMPARE=1) names every rank's values" in str(error)
 
 
 def test_an_alarm_without_a_report_is_an_error_too():

@@ -31,8 +31,9 @@ class LamportAllGather(AllGather):
     _channel = LamportChannel
 
     def __init__(self, comm: Any, rank_capacity_bytes: int, *, raw_words: bool = False, **options: Any) -> None:
-        self._warned = bool(raw_words)
+        self._flags = {"raw_words": raw_words}
         super().__init__(comm, rank_capacity_bytes, **options)
+        self._warned = bool(raw_words)
 
     def _check_dtype(self, source: Buffer) -> None:
         if self._warned or sentinel_safe(source.dtype):

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import json
 import logging
 import os
 import sys
 import warnings
 import weakref
-from dataclasses import asdict
+from collections.abc import Mapping
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-import numpy as np
-
-from .. import settings
-from .._version import __version__
 from ..arrays import device_array
 from ..driver import Driver, select, structs
-from ..errors import CallMismatch, ClosedError, LamportError, MulticastUnavailable, SetupError, StreamError
+from ..errors import CallMismatch, ClosedError, LamportError, SetupError, StreamError
 from ..intake import Buffer, as_buffer
 from ..streams import LEGACY, InFlight, as_stream, is_capturing
-from ..symmetric import Communicator, choose_transport
-from .call import Header, Lane, Packer, PreparedCall, check_out, check_size, fits, has_fixed_address
-from .channel import PACK_BYTES, Channel, Plan
-from .ends import Remains, at_rest, sweep
+from ..symmetric import Communicator
+from .arguments import agreed, naming
+from .call import Header, Lane, Packer, PreparedCall, check_out, check_size, compare, fits, has_fixed_address
+from .channel import PACK_BYTES, Channel, Plan, RowChannel
+from .ends import Remains, may_be_left, sweep
 from .launch import Block
-from .measure import Table, measure
-from .meet import Standing, disagreement, meet
-from .reports import MAX_WORLD, Report, error_of
+from .measure import Table
+from .meet import Standing, disagreement
+from .reports import COMPARE, Report, error_of
+from .transports import open_channels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,8 +38,6 @@ __all__ = ["AllGather", "PreparedCall"]
 log = logging.getLogger("lamport_numba")
 
 _REMEMBERED: Final = 8  # calls whose buffers are held, so that the same call again finds itself packed
-_TRANSPORTS: Final = ("auto", "peer", "multicast", "measure")
-_LONGEST: Final = 1e9  # seconds; the kernels count nanoseconds in 64 bits
 _ALARMS: Final = 1024  # words in host memory, one for each reset, so that kernels of before it are told apart
 _GRACE: Final = 0.05  # seconds between two looks at the reports: other ranks may be about to report
 _LOOKS: Final = 20
@@ -87,11 +82,15 @@ class AllGather:
             LAMPORT_NUMBA_COMPARE. Slow, but the error names what every rank had.
 
     Raises:
-        ValueError: a capacity that is not a positive multiple of 16, a timeout that is not positive, over 72 ranks.
+        ValueError, TypeError: an argument that is not accepted, on its rank; SetupError on the others. A capacity is a
+            positive multiple of 16, such that a generation of all ranks' slots has less than 4 GiB; a timeout is
+            positive; a world has up to 72 ranks.
         SetupError, and its kinds: on all ranks alike, if the set-up fails on one.
     """
 
-    _channel: ClassVar[type[Channel]]
+    _channel: ClassVar[type[RowChannel]]
+    _flags: Mapping[str, Any] = MappingProxyType({})  # of a subclass, by name: True or False
+    _table: Table = MappingProxyType({})
     _alarm: memoryview = _SET
     _unusable: str | None = "its construction did not complete"
     _closed = False
@@ -120,7 +119,16 @@ class AllGather:
         self._resettable = False
         self._start_counting()
         try:
-            self._construct(rank_capacity_bytes, device, transport, timeout, share_device, pdl, compare_calls)
+            self._construct(
+                rank_capacity_bytes=rank_capacity_bytes,
+                device=device,
+                transport=transport,
+                timeout=timeout,
+                share_device=share_device,
+                pdl=pdl,
+                compare_calls=compare_calls,
+                **self._flags,
+            )
         except BaseException as error:
             self._fail_construction(error)
             raise
@@ -128,45 +136,21 @@ class AllGather:
         self._finalizer = weakref.finalize(self, Remains.leave, self._remains, 0.2)
         self._finalizer.atexit = False  # _at_exit comes first
 
-    def _construct(
-        self,
-        capacity: int,
-        device: int | None,
-        transport: str,
-        timeout: float | None,
-        share_device: bool | None,
-        pdl: bool,
-        compare_calls: bool | None,
-    ) -> None:
-        wrong: Exception | None = None
-        try:
-            timeout = settings.get("TIMEOUT") if timeout is None else timeout
-            transport = settings.get("TRANSPORT") if transport == "auto" else transport
-            _check_arguments(capacity, transport, timeout, self.world_size)
-            self.device: int = self._drv.default_device() if device is None else int(device)
-            self._share: bool = settings.get("SHARE_DEVICE") if share_device is None else bool(share_device)
-            self._compare: bool = settings.get("COMPARE") if compare_calls is None else bool(compare_calls)
-        except Exception as error:
-            wrong = error
-        try:
-            self._comm.vote("check the arguments", wrong)
-        except SetupError:
-            if wrong is not None:
-                raise wrong from None  # the caller's own mistake keeps its type
-            raise
-        self.rank_capacity_bytes = int(capacity)
-        self.timeout = float(timeout or 0)
-        self._pdl = bool(pdl)
-        self._same_everywhere(
-            f"{type(self).__name__} of lamport-numba {__version__}: rank_capacity_bytes={self.rank_capacity_bytes}, "
-            f"transport={transport!r}, timeout={self.timeout:g}, pdl={self._pdl}, compare_calls={self._compare}"
-        )
+    def _construct(self, **given: Any) -> None:
+        arguments = agreed(self._comm, self._drv, type(self).__name__, self._channel, given)
+        self.rank_capacity_bytes = arguments.rank_capacity_bytes
+        self.timeout = arguments.timeout
+        self.device: int = arguments.device
+        self._share = arguments.share_device
+        self._pdl = arguments.pdl
+        self._compare = arguments.compare_calls
+        self._asked = arguments.transport
         self._remembered: dict[tuple[int, int, Any], PreparedCall] = {}
         self._enter, self._leave = self._drv.enter, self._drv.leave
-        self._asked = transport
-        self._table: Table = {}
         self._remains = Remains(self._drv, self.device)
-        self._drv.settle(self.device)
+        with self._comm.step("make the device's context current"):
+            self._drv.settle(self.device)
+            self._drv.primary(self.device)
         with self._drv.current(self.device), self._drv.relaxed():
             sweep()
             flags = structs.CU_MEMHOSTALLOC_PORTABLE | structs.CU_MEMHOSTALLOC_DEVICEMAP
@@ -188,50 +172,27 @@ class AllGather:
             pdl=self._pdl,
             host_alarm=self._remains.host + 4 * word,
         )
-        for transport in self._candidates():
-            try:
-                self._channels[transport] = self._channel(self._comm, self._drv, self.device, transport, plan)
-            except MulticastUnavailable as reason:  # on all ranks alike
-                if self._asked == "multicast":
-                    raise
-                self._say(f"going by peer: {reason}")
-        if not self._channels:
-            self._channels["peer"] = self._channel(self._comm, self._drv, self.device, "peer", plan)
-        self._table = {self.rank_capacity_bytes: next(iter(self._channels))}
-        if len(self._channels) > 1:
-            self._table = measure(self._comm, self._drv, self.device, self._channels, self.rank_capacity_bytes)
-            for unused in sorted(set(self._channels) - set(self._table.values())):
-                self._channels[unused].close()
-                del self._channels[unused]
+        self._table = open_channels(
+            self._channel, self._comm, self._drv, self.device, self._asked, plan, self._channels
+        )
         self._unusable = None
         self._alarm = self._alarms[word : word + 1]
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if not self._table:
+            return f"<{name}, not usable: {self._unusable}>"
+        state = f"not usable: {self._unusable}" if self._unusable else "usable"
+        if not self._unusable and (self._reports is not None or self._alarm[0]):
+            state = f"failed: {error_of(self._reports, self.rank)}" if self._reports else "failed: check() says how"
+        return (
+            f"<{name} rank {self.rank} of {self.world_size}, transport {self.transport!r}, "
+            f"capacity {self.rank_capacity_bytes} bytes a rank, {state}>"
+        )
 
     @property
     def _channels(self) -> dict[str, Channel]:
         return self._remains.channels
-
-    def _candidates(self) -> list[str]:
-        """The transports to build, the same on all ranks."""
-        if self._asked != "measure":
-            return [choose_transport(self._comm, self._drv, self.device, self._asked)]
-        try:
-            return ["peer", choose_transport(self._comm, self._drv, self.device, "multicast")]
-        except MulticastUnavailable as reason:
-            self._say(f"nothing to measure, going by peer: {reason}")
-            return ["peer"]
-
-    def _say(self, what: str) -> None:
-        if self.rank == 0:
-            log.warning("transport %s: %s", self._asked, what)
-
-    def _same_everywhere(self, mine: str) -> None:
-        said = [text.decode() for text in self._comm.all_gather(mine.encode(), "compare the arguments")]
-        if len(set(said)) > 1:
-            raise SetupError(
-                "ranks were constructed differently: "
-                + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said)),
-                step="compare the arguments",
-            )
 
     def _fail_construction(self, error: BaseException) -> None:
         if hasattr(self, "_remains"):
@@ -326,7 +287,7 @@ class AllGather:
             check_out(self.rank, source, target, shape)
         except (TypeError, ValueError) as error:
             self._count_refusal(error)
-            raise
+            raise naming(self.rank, error)  # noqa: B904  the same one
         self._check_dtype(source)
         return self._packer.pack(self, lane, source, target, array, out)
 
@@ -344,12 +305,9 @@ class AllGather:
 
     def _compare_calls(self, header: Header | None, refused: str | None = None) -> None:
         """Before a call, over MPI: do all ranks mean the same? A rank that refuses its call says so here."""
-        mine = {"call": self._calls, "refused": refused, **(asdict(header) if header is not None else {})}
+        call = self._calls
         self._calls += 1
-        said = [json.loads(text) for text in self._comm.all_gather(json.dumps(mine).encode(), "compare a call")]
-        if refused is None and any(one != said[0] for one in said):
-            rows = "; ".join(f"rank {rank}: {_told(one)}" for rank, one in enumerate(said))
-            raise CallMismatch(f"ranks disagree about a call, and it was not made: {rows}", call=self._calls - 1)
+        compare(self._comm, call, header, refused)
 
     def _count_refusal(self, error: Exception) -> None:
         """Let the others' next call show that this rank refused one."""
@@ -372,7 +330,7 @@ class AllGather:
         """
         self._check_usable()
         with self._drv.current(self.device):
-            if any(channel.alarmed() for channel in self._channels.values()):
+            if self._remains.alarmed():
                 raise self._reported()
             if self._remains.parked and any(self._alarms):
                 raise LamportError(
@@ -399,12 +357,8 @@ class AllGather:
 
     def _check_left(self, former: int, stream: int) -> None:
         """Two calls of one object never overlap: a stream is left only when its work is done."""
-        api = self._drv.api
         with self._drv.current(self.device), self._drv.relaxed():
-            code, *status = api.cuStreamIsCapturing(former)
-            if code or status[0] != structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
-                return  # what is captured does not run yet, and a stream must not be asked while it is captured
-            if api.cuStreamQuery(former)[0] == structs.CUresult.CUDA_ERROR_NOT_READY:
+            if not may_be_left(self._drv, former):
                 raise StreamError(
                     f"rank {self.rank}: a call on stream {stream:#x} while stream {former:#x} still has work; calls of "
                     f"one {type(self).__name__} must not overlap: synchronise the old stream first, or make another "
@@ -419,18 +373,15 @@ class AllGather:
         self._alarm[0] = 1
         if self._reports is None:
             with self._drv.current(self.device):
-                found = self._found()
+                found = self._remains.reports()
                 for _ in range(_LOOKS):
                     self._comm.sleep(_GRACE)
-                    before, found = found, self._found()
+                    before, found = found, self._remains.reports()
                     if found and found == before:
                         break
             self._reports = found
         self._told = True
         return error_of(self._reports, self.rank)
-
-    def _found(self) -> list[Report]:
-        return sorted(report for channel in self._channels.values() for report in channel.reports())
 
     # Ends
 
@@ -519,48 +470,25 @@ class AllGather:
 
     def _come_to_rest(self, stage: str, timeout: float | None) -> list[Standing]:
         """Wait for all ranks' calls, which their deadlines bound, or stop them once they cannot complete."""
-        ranks = list(meet(self._comm, stage, self._standing, timeout))
-        if not ranks[self.rank].at_rest:
-            for channel in self._channels.values():
-                channel.silence()
-            while not self._at_rest():
-                self._comm.sleep(1e-3)
+        ranks = self._remains.come_to_rest(self._comm, stage, self._refusals, timeout)
         self._remembered.clear()
         self._in_flight.collect()
         return ranks
-
-    def _at_rest(self) -> bool:
-        stream = self._remains.stream
-        if stream is not None and not at_rest(self._drv, stream):
-            return False
-        if self._remains.captured:
-            self._drv.call("cuCtxSynchronize")  # a graph may run on any stream
-        return True
-
-    def _standing(self) -> Standing:
-        rests = self._at_rest()  # before the rest is read
-        progress = [channel.progress() for channel in self._channels.values()]
-        return Standing(
-            at_rest=rests,
-            calls=sum(calls for calls, _ in progress),
-            waiting=any(waiting for _, waiting in progress),
-            refusals=self._refusals,
-            captured=self._remains.captured,
-            alarmed=any(channel.alarmed() for channel in self._channels.values()),
-        )
 
     def _verdict(self, ranks: list[Standing]) -> LamportError | None:
         if any(rank.alarmed for rank in ranks):
             return self._reported()
         text = disagreement(ranks)
-        return None if text is None else CallMismatch(text, call=min(rank.calls for rank in ranks))
+        if text is None:
+            return None
+        hint = "" if self._compare else f"; {COMPARE}"
+        return CallMismatch(text + hint, call=min(rank.calls for rank in ranks))
 
     def _own_report(self) -> LamportError | None:
         """What this rank's device has reported, for a close that the others do not join."""
         try:
             with self._drv.current(self.device):
-                alarmed = any(channel.alarmed() for channel in self._channels.values())
-                return self._reported() if alarmed else None
+                return self._reported() if self._remains.alarmed() else None
         except LamportError:
             return None
 
@@ -603,22 +531,3 @@ class AllGather:
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is None or not mpi.Is_finalized():
             self._comm.give_up(why)
-
-
-def _told(said: dict[str, Any]) -> str:
-    if said["refused"]:
-        return f"refused call {said['call']} ({said['refused']})"
-    return f"call {said['call']} of {said['nbytes']} bytes, dtype {said['dtype']}, shape {tuple(said['shape'])}"
-
-
-def _check_arguments(capacity: Any, transport: str, timeout: Any, world_size: int) -> None:
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)):
-        raise ValueError(f"rank_capacity_bytes is {capacity!r}; expected a positive multiple of {PACK_BYTES}")
-    if capacity <= 0 or capacity % PACK_BYTES:
-        raise ValueError(f"rank_capacity_bytes is {capacity}; expected a positive multiple of {PACK_BYTES}")
-    if transport not in _TRANSPORTS:
-        raise ValueError(f"transport is {transport!r}; expected one of {', '.join(_TRANSPORTS)}")
-    if not 0 < timeout <= _LONGEST:
-        raise ValueError(f"timeout is {timeout!r}; expected seconds, above 0 and at most {_LONGEST:g}")
-    if world_size > MAX_WORLD:
-        raise ValueError(f"the communicator has {world_size} ranks; expected at most {MAX_WORLD}")

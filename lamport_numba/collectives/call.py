@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import DeviceArray, device_array
 from ..driver import Driver
+from ..errors import CallMismatch
 from ..intake import Buffer, as_buffer, byte_span
 from ..streams import StreamOrder
 from ..strided import StridedCopy, needs_copy
+from ..symmetric import Communicator
 from .channel import PACK_BYTES
 from .launch import Block
 
 if TYPE_CHECKING:
     from .base import AllGather
 
-__all__ = ["Header", "Lane", "Packer", "PreparedCall", "check_out", "check_size", "fits", "has_fixed_address"]
+__all__ = [
+    "Header",
+    "Lane",
+    "Packer",
+    "PreparedCall",
+    "check_out",
+    "check_size",
+    "compare",
+    "fits",
+    "has_fixed_address",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +88,14 @@ class PreparedCall:
         self._header = header
         self._before = before
         self._after = after
+
+    def __repr__(self) -> str:
+        header, gather = self._header, self._gather
+        stale = ", of before a reset: prepare it anew" if self._lane.epoch != gather._epoch else ""
+        return (
+            f"<PreparedCall of {header.nbytes} bytes, dtype {header.dtype}, shape {header.shape}, on stream "
+            f"{self.stream:#x}{stale}, of {gather!r}>"
+        )
 
     @property
     def stream(self) -> int:
@@ -157,6 +178,24 @@ class Packer:
             header = Header(source.nbytes, *key)
             known = self._headers[key] = header, header.code
         return known
+
+
+def compare(comm: Communicator, call: int, header: Header | None, refused: str | None) -> None:
+    """Before call number ``call``, over MPI: CallMismatch unless all ranks mean the same one.
+
+    A rank that refuses its call says why in ``refused``, and is told nothing.
+    """
+    mine = {"call": call, "refused": refused, **(asdict(header) if header is not None else {})}
+    said = [json.loads(text) for text in comm.all_gather(json.dumps(mine).encode(), "compare a call")]
+    if refused is None and any(one != said[0] for one in said):
+        rows = "; ".join(f"rank {rank}: {_told(one)}" for rank, one in enumerate(said))
+        raise CallMismatch(f"ranks disagree about a call, and it was not made: {rows}", call=call)
+
+
+def _told(said: dict[str, Any]) -> str:
+    if said["refused"]:
+        return f"refused call {said['call']} ({said['refused']})"
+    return f"call {said['call']} of {said['nbytes']} bytes, dtype {said['dtype']}, shape {tuple(said['shape'])}"
 
 
 def fits(nbytes: int, limit: int, unit: int) -> bool:

@@ -251,6 +251,12 @@ class RowChannel(Channel):
         self.row = -(-plan.capacity // _WARP) * _WARP + 1
         super().__init__(comm, drv, device, transport, plan)
 
+    @classmethod
+    def largest_capacity(cls, world: int) -> int:
+        """In bytes of a rank: the kernels count the bytes of one generation of the mailbox in 32 bits."""
+        row = (1 << 32) // (world * cls.slot_bytes) - 1
+        return row // _WARP * _WARP * PACK_BYTES
+
     def mailbox_bytes(self) -> int:
         return self.generations * self.world * self.row * self.slot_bytes
 

@@ -13,12 +13,16 @@ import os
 import time
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from ..driver import Driver, structs
+from ..symmetric import Communicator
 from .channel import Channel
+from .meet import Standing, meet
+from .reports import Report
 
-__all__ = ["Remains", "at_rest", "sweep"]
+__all__ = ["Remains", "at_rest", "may_be_left", "sweep"]
 
 log = logging.getLogger("lamport_numba")
 
@@ -29,6 +33,13 @@ _kept: deque[Remains] = deque()
 def at_rest(drv: Driver, stream: int) -> bool:
     """Whether a stream has no work. A stream that its owner has destroyed, or that is being captured, has none."""
     return bool(drv.api.cuStreamQuery(stream)[0] != structs.CUresult.CUDA_ERROR_NOT_READY)
+
+
+def may_be_left(drv: Driver, stream: int) -> bool:
+    """Whether calls may go on on another stream. What is captured does not run yet, and is not asked for its work."""
+    idle = structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    code, *status = drv.api.cuStreamIsCapturing(stream)
+    return bool(code or status[0] != idle) or at_rest(drv, stream)
 
 
 class Remains:
@@ -52,6 +63,46 @@ class Remains:
     def all(self) -> list[Channel]:
         """Every channel, in the order of closing, which is the same on all ranks."""
         return [*self.channels.values(), *self.parked]
+
+    def alarmed(self) -> bool:
+        """Whether this rank's alarm is set."""
+        return any(channel.alarmed() for channel in self.channels.values())
+
+    def reports(self) -> list[Report]:
+        """What the ranks have reported so far, the root cause first."""
+        return sorted(report for channel in self.channels.values() for report in channel.reports())
+
+    def come_to_rest(self, comm: Communicator, stage: str, refusals: int, timeout: float | None) -> list[Standing]:
+        """Wait for all ranks' calls, which their deadlines bound, or stop them once they cannot complete; collective.
+
+        ``refusals``: how many calls this rank has refused.
+        """
+        ranks = list(meet(comm, stage, partial(self._standing, refusals), timeout))
+        if not ranks[comm.rank].at_rest:
+            for channel in self.channels.values():
+                channel.silence()
+            while not self._at_rest():
+                comm.sleep(1e-3)
+        return ranks
+
+    def _at_rest(self) -> bool:
+        if self.stream is not None and not at_rest(self.drv, self.stream):
+            return False
+        if self.captured:
+            self.drv.call("cuCtxSynchronize")  # a graph may run on any stream
+        return True
+
+    def _standing(self, refusals: int) -> Standing:
+        rests = self._at_rest()  # before the rest is read
+        progress = [channel.progress() for channel in self.channels.values()]
+        return Standing(
+            at_rest=rests,
+            calls=sum(calls for calls, _ in progress),
+            waiting=any(waiting for _, waiting in progress),
+            refusals=refusals,
+            captured=self.captured,
+            alarmed=self.alarmed(),
+        )
 
     def close(self) -> None:
         """Give everything back; collective, and no kernel runs."""

@@ -17,7 +17,9 @@ __all__ = ["Table", "measure"]
 _CALLS: Final = 20
 _ROUNDS: Final = 3  # the first one warms up; of the others the faster counts
 
-Table = dict[int, str]  # the largest size in bytes -> the transport for it and for what is smaller, in ascending order
+Table = Mapping[
+    int, str
+]  # the largest size in bytes -> the transport for it and for what is smaller, in ascending order
 
 
 def measure(comm: Communicator, drv: Driver, device: int, channels: Mapping[str, Channel], capacity: int) -> Table:
@@ -32,7 +34,7 @@ def measure(comm: Communicator, drv: Driver, device: int, channels: Mapping[str,
     target = device_array(capacity * comm.size, "u1", device=device, drv=drv)
     drv.call("cuMemsetD8", as_buffer(source, drv).address, 0, capacity)
     stream = drv.call("cuStreamCreate", structs.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    table: Table = {}
+    table: dict[int, str] = {}
     try:
         for place, size in enumerate(sizes):
             mine = [_time(comm, drv, channel, source, target, size, stream) for channel in channels.values()]

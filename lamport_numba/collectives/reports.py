@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..errors import CallMismatch, LamportError, PeerLeft, PeerTimeout
 
 __all__ = [
+    "COMPARE",
     "CONTROL_BYTES",
     "LEFT",
     "MAX_WORLD",
@@ -27,6 +28,7 @@ __all__ = [
 
 MAX_WORLD = 72  # a rack of NVL72: so many reports lie before the mailbox
 CONTROL_BYTES = 8192  # where the mailbox begins
+COMPARE = "compare_calls=True (LAMPORT_NUMBA_COMPARE=1) names every rank's values at the call where it goes wrong"
 _FIRST_REPORT = 64
 _REPORT = struct.Struct("<16I")
 _TIMEOUT, _MISMATCH, LEFT = 1, 2, 3  # 0, or what else is there: not yet a report
@@ -94,7 +96,8 @@ def error_of(reports: list[Report], rank: int) -> LamportError:
     return CallMismatch(
         f"ranks {first.reporter} and {first.source} disagree about call {first.call}: "
         f"rank {first.reporter} has {_described(first.mine)}, rank {first.source} has {_described(first.theirs)}; "
-        "every rank must make the same calls in the same order. gather.reset() on all ranks makes a new start",
+        f"every rank must make the same calls in the same order. {COMPARE}. gather.reset() on all ranks makes a new "
+        "start",
         rank=first.source,
         call=first.call,
         mine=first.mine,
