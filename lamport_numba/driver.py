@@ -297,9 +297,9 @@ def why_not_cuda() -> str | None:
 def select(device: str | None = None) -> Driver:
     """The driver of this process: "cuda", "emulated" or "auto" (None: what LAMPORT_NUMBA_DEVICE says, else auto).
 
-    auto is cuda where a usable GPU is there, else the emulated device with one DeviceFallbackWarning that says why;
-    "cuda" raises DeviceUnavailable with the same reason. In a thread of run_ranks, None and auto are the
-    emulated device.
+    auto is cuda where a usable GPU is there, else the emulated device with one DeviceFallbackWarning that says why, on
+    the first rank of a host; "cuda" raises DeviceUnavailable with the same reason. In a thread of run_ranks, None and
+    auto are the emulated device.
     """
     asked = settings.get("DEVICE") if device is None else device
     if asked not in ("auto", "cuda", "emulated"):
@@ -320,7 +320,7 @@ def _find(asked: str) -> Driver:
         return _chosen.setdefault("cuda", Driver("cuda", structs))
     if asked == "cuda":
         raise DeviceUnavailable(f"device 'cuda' cannot be used because {reason}; 'emulated' runs on the CPU")
-    if asked == "auto":
+    if asked == "auto" and not launched().local_rank:  # once a host; ranks on other kinds of device are refused later
         warnings.warn(
             f"using the emulated device (on the CPU) because {reason}; LAMPORT_NUMBA_DEVICE=emulated silences this",
             DeviceFallbackWarning,

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, Final
 
-from . import ptx
 from .driver import Driver
 from .intake import Buffer, contiguous_strides
 
@@ -44,14 +43,11 @@ def plan(
 
 
 class StridedCopy:
-    """The copy kernel, loaded into the primary context of one device."""
+    """The copy; ``function`` is the kernel of ptx/copy_strided.ptx, loaded into the primary context of the device."""
 
-    def __init__(self, drv: Driver, device: int) -> None:
+    def __init__(self, drv: Driver, function: Any) -> None:
         self._drv = drv
-        self._device = device
-        with drv.current(device):
-            self._module: Any = drv.load_module(ptx.read("copy_strided.ptx"))
-            self._function = drv.call("cuModuleGetFunction", self._module, b"copy_strided")
+        self._function = function
 
     def __call__(self, buffer: Buffer, target: int, stream: int) -> None:
         """Enqueue a copy of the elements of ``buffer``, in C order, to the address ``target`` (16-byte aligned).
@@ -71,13 +67,6 @@ class StridedCopy:
         for place, index in enumerate(product(*(range(length) for length, _ in reversed(outer)))):
             offset = sum(i * stride for i, (_, stride) in zip(index, reversed(outer), strict=True))
             self._launch(buffer.address + offset, target + place * units * unit, units, unit, inner, stream)
-
-    def close(self) -> None:
-        """Unload the kernel; idempotent. Nothing of it may be in flight."""
-        module, self._module = self._module, None
-        if module is not None:
-            with self._drv.current(self._device):
-                self._drv.call("cuModuleUnload", module)
 
     def _launch(
         self, source: int, target: int, units: int, unit: int, axes: Sequence[tuple[int, int]], stream: int

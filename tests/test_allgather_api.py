@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from lamport_numba import LamportAllGather, device_array, driver, run_ranks, to_device
+from lamport_numba import LamportAllGather, device_array, driver, emulator, run_ranks, to_device
 from lamport_numba.errors import ClosedError, PeerTimeout, SentinelWarning, SetupError
 
 PEER = {"transport": "peer", "timeout": 20.0}
@@ -252,6 +252,24 @@ def test_check_names_the_missing_rank():
         gather.abandon()
 
     ranks(3, rank)
+
+
+def test_the_copy_kernel_is_loaded_once_for_all_objects():
+    def loads():
+        return sum(number for name, number in emulator.calls().items() if name.startswith("cuModuleLoad"))
+
+    def rank(comm):
+        found = []
+        for _ in range(3):
+            with LamportAllGather(comm, 64, **PEER) as gather:
+                before = loads()
+                gather(device_array((8,), np.float32)[::2])
+                found.append(loads() - before)
+        return found
+
+    (first, *later), *_ = run_ranks(1, rank)
+    assert first <= 1
+    assert later == [0, 0]
 
 
 def test_buffers_live_until_the_call_has_passed():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lamport_numba import driver, strided
 from lamport_numba.arrays import to_device
+from lamport_numba.collectives.launch import load
 from lamport_numba.driver import structs
 from lamport_numba.intake import as_buffer
 from lamport_numba.strided import StridedCopy, needs_copy
@@ -23,10 +24,7 @@ def drv():
 
 @pytest.fixture(scope="module")
 def copy(drv):
-    copier = StridedCopy(drv, 0)
-    yield copier
-    copier.close()
-    copier.close()
+    return StridedCopy(drv, load(drv, 0, "copy_strided.ptx").function)
 
 
 def random_bytes(nbytes):

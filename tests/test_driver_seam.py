@@ -196,6 +196,17 @@ def test_auto_falls_back_with_one_warning(fresh):
     assert chosen.api.calls == [("cuInit", 0)]
 
 
+@pytest.mark.parametrize(("local", "warned"), [("0", 1), ("1", 0), ("", 1)])
+def test_only_the_first_rank_on_a_host_warns(fresh, local, warned):
+    fresh.setattr(driver, "why_not_cuda", lambda: "the moon is full")
+    fresh.setenv("PMI_RANK", "5")
+    fresh.setenv("MPI_LOCALRANKID", local)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert driver.select().kind == "emulated"
+    assert [warning.category for warning in caught].count(DeviceFallbackWarning) == warned
+
+
 def test_the_warning_blames_the_caller_outside_of_the_package(fresh):
     fresh.setattr(driver, "why_not_cuda", lambda: "the moon is full")
     with pytest.warns(DeviceFallbackWarning) as caught, contextlib.suppress(Exception):

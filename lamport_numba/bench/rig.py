@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import device_array
 from ..collectives.launch import Kernel, load
 from ..driver import Driver, structs
+from ..graphs import Graph
 
 __all__ = ["Graph", "Rig", "address_of", "name_of"]
 
@@ -24,33 +25,6 @@ def name_of(transport: Any) -> str:
     if isinstance(transport, str):
         return transport
     return ", ".join(f"{name} up to {limit} bytes" for limit, name in transport.items())
-
-
-class Graph:
-    """A captured piece of work that can be launched again and again on the rig's stream."""
-
-    def __init__(self, rig: Rig, work: Callable[[], object]) -> None:
-        self._rig = rig
-        drv = rig.drv
-        drv.call("cuStreamBeginCapture", rig.stream, structs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-        try:
-            work()
-        finally:
-            graph = drv.call("cuStreamEndCapture", rig.stream)
-        try:
-            self._exec = drv.call("cuGraphInstantiate", graph, 0)
-        finally:
-            drv.call("cuGraphDestroy", graph)
-
-    def launch(self) -> None:
-        """Queue it on the rig's stream."""
-        self._rig.drv.call("cuGraphLaunch", self._exec, self._rig.stream)
-
-    def close(self) -> None:
-        """Destroy it; nothing of it may be running. Idempotent."""
-        mine, self._exec = self._exec, None
-        if mine is not None:
-            self._rig.drv.call("cuGraphExecDestroy", mine)
 
 
 class Rig:
@@ -95,7 +69,7 @@ class Rig:
 
     def capture(self, work: Callable[[], object]) -> Graph:
         """What ``work`` queues on the stream, as a graph."""
-        return Graph(self, work)
+        return Graph(self.drv, self.stream, work, relaxed=True)
 
     def repeated(self, call: Callable[[], object], times: int) -> Graph:
         """``call`` so many times, as a graph."""
@@ -104,7 +78,7 @@ class Rig:
             for _ in range(times):
                 call()
 
-        return Graph(self, work)
+        return self.capture(work)
 
     def synchronize(self) -> None:
         """Wait for the stream."""

@@ -17,7 +17,7 @@ from ..streams import StreamOrder
 from ..strided import StridedCopy, needs_copy
 from ..symmetric import Communicator
 from .channel import PACK_BYTES
-from .launch import Block
+from .launch import Block, load
 
 if TYPE_CHECKING:
     from .base import AllGather
@@ -168,7 +168,7 @@ class Packer:
 
     def _copier(self) -> StridedCopy:
         if self._strided is None:
-            self._strided = StridedCopy(self._drv, self._device)
+            self._strided = StridedCopy(self._drv, load(self._drv, self._device, "copy_strided.ptx").function)
         return self._strided
 
     def _header(self, source: Buffer) -> tuple[Header, int]:

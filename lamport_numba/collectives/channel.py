@@ -276,7 +276,7 @@ class RowChannel(Channel):
         return self.state + 8 * self.world
 
     def load(self) -> None:
-        self._table = wide([self.memory.address(rank) for rank in range(self.world)], self.world)
+        self._table = wide([self.memory.address(rank) for rank in range(self.world)])
         table = ctypes.addressof(self._table), 8 * self.world
         self.drv.call("cuMemcpyHtoDAsync", self._peers, *table, self._side)
         self.kernel = load(self.drv, self.device, f"{self.protocol}_{self.transport}.ptx")

@@ -53,9 +53,9 @@ def load(drv: Driver, device: int, file: str, *, text: str | None = None) -> Ker
     return Kernel(drv, device, module, name)
 
 
-def wide(values: Sequence[int], length: int) -> ctypes.Array[ctypes.c_uint64]:
-    """A parameter of ``length`` 64-bit words that begins with ``values``."""
-    return (ctypes.c_uint64 * length)(*values)
+def wide(values: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
+    """A parameter of 64-bit words."""
+    return (ctypes.c_uint64 * len(values))(*values)
 
 
 class Block:

@@ -16,6 +16,7 @@ from .. import driver
 from ..arrays import device_array
 from ..collectives import LamportAllGather
 from ..driver import structs
+from ..graphs import Graph
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 
@@ -141,19 +142,8 @@ class World:
     @contextmanager
     def graph(self, stream: int, capture: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """What ``capture()`` queues on the stream, as a graph; gives a function that launches it there."""
-        drv = self.drv
-        drv.call("cuStreamBeginCapture", stream, structs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-        try:
-            capture()
-        finally:
-            graph = drv.call("cuStreamEndCapture", stream)
-        executable = drv.call("cuGraphInstantiate", graph, 0)
-        try:
-            yield lambda: drv.call("cuGraphLaunch", executable, stream)
-        finally:
-            drv.call("cuStreamSynchronize", stream)
-            drv.call("cuGraphExecDestroy", executable)
-            drv.call("cuGraphDestroy", graph)
+        with Graph(self.drv, stream, capture) as made:
+            yield made.launch
 
     # Calls and their check
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lamport_numba import driver
 from lamport_numba.driver import structs
+from lamport_numba.graphs import Graph
 
 from . import environment, mpirun
 
@@ -66,19 +67,8 @@ def new_stream() -> Iterator[int]:
 def graph(stream: int, queue: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """What ``queue()`` queues on the stream, captured: gives a function that launches it there."""
     drv = driver.select()
-    with drv.current(drv.default_device()):
-        drv.call("cuStreamBeginCapture", stream, structs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-        try:
-            queue()
-        finally:
-            captured = drv.call("cuStreamEndCapture", stream)
-        executable = drv.call("cuGraphInstantiate", captured, 0)
-        try:
-            yield lambda: drv.call("cuGraphLaunch", executable, stream)
-        finally:
-            drv.call("cuStreamSynchronize", stream)
-            drv.call("cuGraphExecDestroy", executable)
-            drv.call("cuGraphDestroy", captured)
+    with drv.current(drv.default_device()), Graph(drv, stream, queue) as made:
+        yield made.launch
 
 
 def synchronise(stream: int = 0) -> None:
