@@ -116,7 +116,7 @@ def in_a_graph(gather, x, y, folder, how, dies):
         with graph(stream, lambda: [call() for _ in range(1000)]) as launch:
             launch()
             synchronise(stream)
-            for _ in range(300 if on_gpu() else 1):  # a GPU is through one before anybody can look
+            for _ in range(40 if on_gpu() else 1):  # a GPU is through one before anybody can look
                 launch()
             if dies:
                 (channel,) = gather._channels.values()
