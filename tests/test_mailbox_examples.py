@@ -22,7 +22,7 @@ def example(name):
 def test_example_agrees_with_numpy_under_mpirun(name):
     options = ["--steps", "5", *(["--share-device"] if ranks.on_gpu() else [])]
     done = mpirun.command([str(EXAMPLES / f"{name}.py"), *options], 4, timeout=100)
-    assert done.stdout.startswith("4 ranks")
+    assert "4 ranks" in done.stdout  # perhaps after codes of the terminal that other ranks print as they end
 
 
 def run_norm(comm, length):
