@@ -90,7 +90,7 @@ def test_multicast_is_never_allowed_on_a_gpu(device):
 
 def test_a_command_s_output_and_status():
     done = mpirun.command(["-c", "import sys; print('out'); sys.exit('err')"], 2, check=False)
-    assert (done.stdout.split(), done.returncode != 0) == (["out", "out"], True)
+    assert (done.stdout.count("out"), done.returncode != 0) == (2, True)  # two ranks may share a line
     assert "err" in done.stderr
     with pytest.raises(mpirun.RanksFailed, match="err"):
         mpirun.command(["-c", "import sys; sys.exit('err')"], None)
