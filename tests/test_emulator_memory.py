@@ -11,6 +11,7 @@ from helpers import leaks
 from helpers.emulated import FABRIC, NONE, POSIX, READ, Mapped, access, download, machine, memory_prop, refused, upload
 
 from lamport_numba import emulator
+from lamport_numba.emulator.memory import MEMORY
 
 
 @pytest.fixture
@@ -365,3 +366,12 @@ def test_leaks_name_what_is_left(drv, size):
     os.close(fd)
     mine.close()
     assert leaks.new() == []
+
+
+def test_descriptors_that_were_closed_are_not_remembered_for_ever(drv, size):
+    mine = Mapped(drv, size)
+    before = len(MEMORY.exported)
+    for _ in range(50):
+        os.close(drv.call("cuMemExportToShareableHandle", mine.handle, POSIX, 0))
+    assert len(MEMORY.exported) < before + 50
+    mine.close()

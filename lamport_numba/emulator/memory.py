@@ -131,7 +131,7 @@ class Memory:
         self.handles: dict[int, Handle] = {}
         self.physicals: dict[int, Physical] = {}  # by inode
         self.reservations: dict[int, Reservation] = {}
-        self.exported: list[tuple[int, int]] = []  # (descriptor, inode) that the caller owns
+        self.exported: dict[int, int] = {}  # descriptors that the caller owns, and may close: the inode of each
         self._bases: list[int] = []
         self._regions: dict[int, Region] = {}
         self.reserved: list[int] = []
@@ -344,8 +344,8 @@ class Memory:
         for reservation in self.reservations.values():
             lines.append(f"reservation of {reservation.size} bytes at {reservation.base:#x}")
             lines += [f"mapping of {_describe(m.object)} at {m.base:#x}" for m in reservation.mappings.values()]
-        self.exported[:] = [(fd, inode) for fd, inode in self.exported if _inode_of(fd) == inode]
-        return lines + [f"exported descriptor {fd}" for fd, _ in self.exported]
+        self.exported = {fd: inode for fd, inode in self.exported.items() if _inode_of(fd) == inode}
+        return lines + [f"exported descriptor {fd}" for fd in self.exported]
 
     def explain(self, device: Device, address: int) -> str:
         """What we know of an address that a kernel should not have touched; begins with "; " or is empty."""

@@ -142,7 +142,7 @@ def cuMemExportToShareableHandle(handle: Any, handleType: Any, flags: int) -> An
         )
     if kind == POSIX:
         fd = os.dup(thing.fd)  # close-on-exec, as Python makes them
-        MEMORY.exported.append((fd, thing.inode))
+        MEMORY.exported[fd] = thing.inode
         return fd
     fabric_permitted(kind)
     multicast, extra = (0, thing.device) if isinstance(thing, Physical) else (1, thing.team)
