@@ -45,6 +45,7 @@ def disagree(comm: Any) -> dict[str, Any]:
     """Sizes 1 2 against 2 1."""
     gather = LamportAllGather(comm, 1024, transport="peer", timeout=20)
     gathers_well(gather)
+    comm.Barrier()  # nobody still looks at the good call when the others disagree
     try:
         for packs in (2, 1) if comm.rank == 1 else (1, 2):
             gather(to_device(np.zeros(4 * packs, np.float32)))
