@@ -372,7 +372,6 @@ class Engine:
             last = stream.last
             if not operation.programmatic or not (last.done or last.grid.triggered):  # type: ignore[union-attr]
                 return False
-            # Two grids at once cost more than they give if the first only waits for a moment.
             if not last.done and not self._starts_early(last):  # type: ignore[union-attr, arg-type]
                 return False
         if stream.legacy:

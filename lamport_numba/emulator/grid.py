@@ -200,7 +200,7 @@ class Grid:
         block: tuple[int, int, int],
         shape: tuple[tuple[int, int, int], int, int, bool],
     ) -> None:
-        """Write the header as every grid of this shape begins; only its number and ``released`` may differ."""
+        """Write the header as every grid of this shape begins; number, ``released`` and a drawn order come after."""
         kernel, table, fabric, total, variables = self.kernel, self.table, self.fabric, self.total, self._variables
         threads = block[0] * block[1] * block[2]
         layout.GRID.packer.pack_into(

@@ -223,7 +223,7 @@ def _source(runs: list[tuple[int, int, int]], total: int) -> Callable[[], bytes]
     zeros = at + reads[-1][1]
     pieces = itemgetter(*_slices([(places[pointer], size, offset) for pointer, size, offset in runs], zeros))
     padding = bytes(16)
-    windows = [(ctypes.c_char * span).from_address(low) for low, span in reads]
+    windows = [_window(low, span) for low, span in reads]
     if len(windows) == 1:
         (window,) = windows
         return lambda: b"".join(pieces(window.raw + padding))

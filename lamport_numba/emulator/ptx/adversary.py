@@ -241,7 +241,7 @@ def _let_go(c: Code, fabric: Value, name: str, bits: Value) -> None:
     """One of the queues that are held comes free, if any is."""
     held = c.get(fabric, FABRIC, name)
     with c.when(held.ne(0)):
-        c.put(fabric, FABRIC, name, held & ~(c.const("i64", 1) << _any(c, held, bits)))
+        _clear(c, fabric, name, _bit(c, _any(c, held, bits)))
 
 
 def _land() -> Code:
@@ -267,9 +267,8 @@ def _land() -> Code:
             free.set(short.ne(0).select(short, filled))
         with c.when(free.get().ne(0)):
             index = _any(c, free.get(), bits >> 40)
-            bit = c.const("i64", 1) << index
-            c.put(fabric, FABRIC, "held", c.get(fabric, FABRIC, "held") & ~bit)
-            c.put(fabric, FABRIC, "long", c.get(fabric, FABRIC, "long") & ~bit)
+            for name in ("held", "long"):
+                _clear(c, fabric, name, _bit(c, index))
             c.call("void", "fabric_pop", fabric, index.to("i32"))
             _hold(c, fabric, index.to("i32"), bits >> 26)
     c.ret(c.get(fabric, FABRIC, "landed") - before)

@@ -289,9 +289,9 @@ class Code:
         self.label(end)
 
     @contextmanager
-    def each_bit(self, mask: Value) -> Iterator[Value]:
-        """For each set bit of ``mask``, from the lowest: its index."""
-        rest = self.variable(mask.type, mask)
+    def each_bit(self, mask: Value | Variable) -> Iterator[Value]:
+        """For each set bit of ``mask``, from the lowest: its index. A variable is emptied; the body may clear more."""
+        rest = mask if isinstance(mask, Variable) else self.variable(mask.type, mask)
         test, body, end = self.fresh("test"), self.fresh("body"), self.fresh("end")
         self.label(test)
         now = rest.get()

@@ -98,9 +98,8 @@ def lanes_at(warps: int) -> int:
     return at + -at % 64
 
 
-# What a step function answers: why the lane came back.
-# SPIN and LOOKED come from the
-# way back of a loop that polls: without having changed memory since the lane was called, or having.
+# What a step function answers: why the lane came back. SPIN and LOOKED come from the way back of a loop that polls:
+# without having changed memory since the lane was called, or having.
 EXIT, SPIN, LOOKED, YIELD, COLLECTIVE, BARRIER_WAIT, GRID_WAIT, SAMPLE, FAULT = range(9)
 
 # What a run answers.

@@ -230,18 +230,12 @@ def _resolve() -> Code:
 
     arrived = c.variable("i32", c.get(warp, WARP, "collective"))
     rest = c.variable("i32", arrived.get())
-    with c.forever() as (again, leave):
-        more = c.fresh("more")
-        c.branch(rest.get().ne(0), more, leave)
-        c.label(more)
-        head = frame(rest.get().lowest_bit())
-        rest.set(rest.get() & (rest.get() - 1))
+    with c.each_bit(rest) as one:
+        head = frame(one)
         mask, op = c.get(head, LANE, "mask"), c.get(head, LANE, "op")
         members = mask & c.get(warp, WARP, "live")
-        with c.when((members & ~arrived.get()).ne(0)):
-            c.jump(again)
-        together = c.variable("i1", 1)
-        with c.each_bit(members) as lane:
+        together = c.variable("i1", (members & ~arrived.get()).eq(0))
+        with c.when(together.get()), c.each_bit(members) as lane:
             same = c.get(frame(lane), LANE, "mask").eq(mask) & c.get(frame(lane), LANE, "op").eq(op)
             together.set(together.get() & same)
         with c.when(together.get()):

@@ -39,13 +39,9 @@ def _turn() -> Code:
     stride = c.get(grid, GRID, "stride").to("i64")
     steps = c.variable("i64", 0)
     with c.each(c.get(grid, GRID, "warps")) as index:
-        warp = warp_at(c, slot, index)
-        first = lane_at(c, grid, slot, index * 32)
+        warp, first = _come_to(c, grid, slot, index, progress)
         turns = c.variable("i32")
         turns.set(_TURNS)
-        with c.when(c.get(warp, WARP, "depending").ne(0) & c.get(grid, GRID, "released").ne(0)):
-            _move(c, warp, "depending", "ready", c.get(warp, WARP, "depending"))
-            progress.set(1)
         again = c.fresh("again")
         c.label(again)
         ready = c.get(warp, WARP, "ready")
@@ -55,13 +51,7 @@ def _turn() -> Code:
         def skip(mine: Value, alike: Value = alike) -> None:
             rest.set(rest.get() & ~(alike & mine).ne(0).select(alike, 0))
 
-        with c.forever() as (_, leave):
-            more = c.fresh("more")
-            now = rest.get()
-            c.branch(now.ne(0), more, leave)
-            c.label(more)
-            rest.set(now & (now - 1))
-            bit = now.lowest_bit()
+        with c.each_bit(rest) as bit:
             lane = first + bit.to("i64") * stride
             steps.set(steps.get() + 1)
             why = c.call("i32", "step", lane, slot, grid)
@@ -76,11 +66,25 @@ def _turn() -> Code:
                 c.label(on)
     with c.when(c.get(slot, CTA, "barred").ne(0)), c.when(c.call("i1", "barriers", grid, slot)):
         progress.set(1)
+    _end(c, grid, slot, steps, progress)
+    return c
+
+
+def _come_to(c: Code, grid: Value, slot: Value, index: Value, progress: Variable) -> tuple[Value, Value]:
+    """A warp's turn in a pass: the warp, its first lane. Lanes whose wait for the grid before is over are ready."""
+    warp = warp_at(c, slot, index)
+    with c.when(c.get(warp, WARP, "depending").ne(0) & c.get(grid, GRID, "released").ne(0)):
+        _move(c, warp, "depending", "ready", c.get(warp, WARP, "depending"))
+        progress.set(1)
+    return warp, lane_at(c, grid, slot, index * 32)
+
+
+def _end(c: Code, grid: Value, slot: Value, steps: Variable, progress: Variable) -> None:
+    """The end of a pass over a CTA: whether anybody got on, or a fault if nobody there ever can."""
     c.put(grid, GRID, "steps", c.get(grid, GRID, "steps") + steps.get())
     with c.when(progress.get().eq(0) & c.get(slot, CTA, "live").ne(0)), c.when(c.call("i1", "stuck", grid, slot)):
         c.ret(c.const("i32", _FAULTED))
     c.ret(progress.get())
-    return c
 
 
 def _to_answer(c: Code, warp: Value) -> Value:
@@ -240,7 +244,7 @@ def _fetch(c: Code, lane: Value) -> None:
 
 
 def _wild_turn() -> Code:
-    """A pass over a CTA that begins anywhere, leaves lanes out, and lets words land after every step."""
+    """A pass over a CTA that begins anywhere, leaves lanes out, and lets words land after each round of a warp."""
     c = Code("turn", "i32", [("ptr", "grid"), ("ptr", "slot")], "noinline")
     grid, slot = c.params["grid"], c.params["slot"]
     fabric, warps = c.get(grid, GRID, "fabric"), c.get(grid, GRID, "warps")
@@ -252,11 +256,7 @@ def _wild_turn() -> Code:
     start = draw(c, fabric, 16)
     with c.each(warps) as i:
         index = (start + i) % warps
-        warp = warp_at(c, slot, index)
-        first = lane_at(c, grid, slot, index * 32)
-        with c.when(c.get(warp, WARP, "depending").ne(0) & c.get(grid, GRID, "released").ne(0)):
-            _move(c, warp, "depending", "ready", c.get(warp, WARP, "depending"))
-            progress.set(1)
+        warp, first = _come_to(c, grid, slot, index, progress)
         again, done, some = c.fresh("again"), c.fresh("done"), c.fresh("some")
         ready = c.get(warp, WARP, "ready")
         c.branch(ready.eq(0), done, some)
@@ -280,14 +280,9 @@ def _wild_turn() -> Code:
             rest.set(rest.get() & ~(alike & mine).ne(0).select(alike, 0))
 
         before = steps.get()
-        with c.forever() as (_, leave):
-            more = c.fresh("more")
-            now = rest.get()
-            c.branch(now.ne(0), more, leave)
-            c.label(more)
-            rest.set(now & (now - 1))
-            place.set(now.lowest_bit())
-            bit = (place.get() + turned) & 31
+        with c.each_bit(rest) as at:
+            place.set(at)
+            bit = (at + turned) & 31
             lane = first + bit.to("i64") * stride
             _fetch(c, first + ((rest.get() | (1 << 31)).lowest_bit() + turned & 31).to("i64") * stride)
             steps.set(steps.get() + 1)
@@ -312,10 +307,7 @@ def _wild_turn() -> Code:
     with c.when(calm & c.get(slot, CTA, "buffered").ne(0)):
         c.call("void", "buffer_leak", grid, slot)
         progress.set(1)
-    c.put(grid, GRID, "steps", c.get(grid, GRID, "steps") + steps.get())
-    with c.when(progress.get().eq(0) & c.get(slot, CTA, "live").ne(0)), c.when(c.call("i1", "stuck", grid, slot)):
-        c.ret(c.const("i32", _FAULTED))
-    c.ret(progress.get())
+    _end(c, grid, slot, steps, progress)
     return c
 
 
