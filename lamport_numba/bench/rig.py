@@ -12,7 +12,7 @@ from ..collectives.launch import Kernel, load
 from ..driver import Driver, structs
 from ..graphs import Graph
 
-__all__ = ["Graph", "Rig", "address_of", "name_of"]
+__all__ = ["Rig", "address_of", "name_of"]
 
 
 def address_of(array: Any) -> int:

@@ -20,10 +20,11 @@ from ..collectives import LamportAllGather, PreparedCall
 from ..collectives.launch import Block
 from ..driver import select
 from ..errors import LamportError
+from ..graphs import Graph
 from . import sizes
 from .host import Host
 from .payload import Mismatch, Payloads, State
-from .rig import Graph, Rig, address_of, name_of
+from .rig import Rig, address_of, name_of
 from .sizes import Span
 
 __all__ = ["Options", "Outcome", "run"]

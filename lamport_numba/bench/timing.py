@@ -6,8 +6,9 @@ import math
 import time
 from collections.abc import Callable
 
+from ..graphs import Graph
 from .host import Host
-from .rig import Graph, Rig
+from .rig import Rig
 
 __all__ = ["eager_samples", "graph_samples", "host_microseconds", "latency_samples", "median", "percentile", "slowest"]
 

@@ -17,9 +17,8 @@ __all__ = ["Table", "measure"]
 _CALLS: Final = 20
 _ROUNDS: Final = 3  # the first one warms up; of the others the faster counts
 
-Table = Mapping[
-    int, str
-]  # the largest size in bytes -> the transport for it and for what is smaller, in ascending order
+# The largest size in bytes -> the transport for it and for what is smaller, in ascending order.
+Table = Mapping[int, str]
 
 
 def measure(comm: Communicator, drv: Driver, device: int, channels: Mapping[str, Channel], capacity: int) -> Table:
