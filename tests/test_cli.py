@@ -1,6 +1,7 @@
 """The commands: their help, how they start, and what they answer where they cannot."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from helpers import environment, mpirun
@@ -72,6 +73,23 @@ def test_when_launcher_and_library_do_not_fit(said, size, wrong):
     if complaint:
         assert f"started {said.size} ranks" in complaint
         assert "MPICH 5.0.2" in complaint
+
+
+def test_the_launcher_has_time_to_read_what_a_rank_says_before_the_rank_ends_all(monkeypatch):
+    done = []
+
+    class Comm:
+        def Get_size(self):
+            return 2
+
+        def Abort(self, status):
+            done.append(f"abort {status}")
+
+    monkeypatch.setattr(_common, "_started", lambda: SimpleNamespace(COMM_WORLD=Comm()))
+    monkeypatch.setattr(_common.time, "sleep", lambda seconds: done.append(f"wait {seconds}"))
+    monkeypatch.setattr(_common.sys, "stderr", SimpleNamespace(flush=lambda: done.append("flush")))
+    _common.end_all_ranks(3)
+    assert done == ["flush", "wait 0.3", "abort 3"]
 
 
 def test_a_bad_setting_is_one_line():

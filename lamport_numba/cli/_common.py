@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DeviceFallbackWarning
 from ..launcher import Launched, launched
+
+_HEARD = 0.3  # seconds: an abort may overtake words that the launcher has not read yet, and they are lost then
 
 
 class CannotStart(Exception):
@@ -106,6 +109,7 @@ def end_all_ranks(status: int) -> None:
     if mpi is not None and mpi.COMM_WORLD.Get_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(_HEARD)
         mpi.COMM_WORLD.Abort(status)
 
 
