@@ -55,15 +55,18 @@ def _handle(stream: Any) -> int:
         ) from None
 
 
-def is_capturing(drv: Driver, stream: int) -> bool:
-    """Whether the stream is being captured into a graph. ValueError if the driver knows no such stream."""
+def is_capturing(drv: Driver, stream: int, name: str = "stream") -> bool:
+    """Whether the stream is being captured into a graph. ValueError if the driver knows no such stream.
+
+    ``name``: what the stream is called in the message.
+    """
     try:
         status = drv.call("cuStreamIsCapturing", stream)
     except DriverError as error:
         if error.code != structs.CUresult.CUDA_ERROR_INVALID_HANDLE:
             raise
         raise ValueError(
-            f"stream is {stream} ({stream:#x}), which is no stream of this device ({error.code_name}); expected None, "
+            f"{name} is {stream} ({stream:#x}), which is no stream of this device ({error.code_name}); expected None, "
             "or a handle or an object of a stream that was made on it and is not destroyed"
         ) from error
     return bool(status != structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
@@ -84,12 +87,13 @@ class StreamOrder:
         """Later work of ``consumer`` starts after the present work of ``producer`` (None: nothing to wait for).
 
         While ``consumer`` is captured, a producer outside of the capture is not waited for: the graph is replayed
-        later, and its launches are the caller's to order. Raises LamportError if only the producer is being captured.
+        later, and its launches are the caller's to order. Raises LamportError if only the producer is being captured,
+        ValueError for a stream that does not exist.
         """
         if producer is None or (producer or LEGACY) == (consumer or LEGACY):
             return
         drv = self._drv
-        captured = is_capturing(drv, producer)
+        captured = is_capturing(drv, producer, "the array's own stream")
         if is_capturing(drv, consumer) != captured:
             if captured:
                 raise LamportError(

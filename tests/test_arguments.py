@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers.ranks import synchronise
+from helpers.ranks import OnStream, synchronise
 
 from lamport_numba import LamportAllGather, TaggedAllGather, device_array, emulator, run_ranks, to_device
 from lamport_numba.collectives.channel import LamportChannel
@@ -26,12 +26,15 @@ BAD = [
     ("timeout", "3", TypeError, "a number of seconds"),
     ("timeout", True, TypeError, "a number of seconds"),
     ("timeout", float("nan"), ValueError, "seconds, above 0"),
+    ("timeout", 10**400, ValueError, "seconds, above 0"),
     ("share_device", "x", TypeError, "None, True or False"),
     ("compare_calls", "x", TypeError, "None, True or False"),
     ("pdl", "x", TypeError, "expected True or False"),
     ("pdl", None, TypeError, "expected True or False"),
     ("raw_words", 2, TypeError, "expected True or False"),
 ]
+
+
 bad = pytest.mark.parametrize(("name", "value", "kind", "expected"), BAD, ids=lambda value: str(value)[:20])
 
 
@@ -82,10 +85,22 @@ def test_memory_that_is_not_there_is_named_with_its_size():
         if comm.rank == 0:
             emulator.inject(call="cuMemCreate", rank=1, code=2, times=1)
         comm.Barrier()
-        with pytest.raises(SetupError, match=r"rank 1 failed at 'create memory'.*\b\d+ bytes were asked for"):
-            LamportAllGather(comm, 1024, transport="peer")
+        with pytest.raises(SetupError, match=r"rank 1 failed at 'create memory'.*\b\d+ bytes were asked for") as caught:
+            LamportAllGather(comm, 1 << 20, transport="peer")
+        with LamportAllGather(comm, 1 << 20, transport="peer") as gather:
+            assert f" {gather._channels['peer'].memory.nbytes} bytes were asked for" in str(caught.value)
 
     run_ranks(2, rank, timeout=30)
+
+
+def test_a_world_that_is_too_large_is_refused_on_all_ranks(monkeypatch):
+    monkeypatch.setattr("lamport_numba.collectives.arguments.MAX_WORLD", 2)
+
+    def rank(comm):
+        with pytest.raises(ValueError, match=f"^rank {comm.rank}: the communicator has 3 ranks; expected at most 2"):
+            LamportAllGather(comm, 64, transport="peer")
+
+    run_ranks(3, rank, timeout=30)
 
 
 def test_a_context_that_cannot_be_had_on_one_rank_is_told_to_all(monkeypatch):
@@ -109,15 +124,20 @@ def test_a_context_that_cannot_be_had_on_one_rank_is_told_to_all(monkeypatch):
     [
         ({"stream": 12345}, ValueError, r"stream is 12345 \(0x3039\).*CUDA_ERROR_INVALID_HANDLE.*expected None"),
         ({"stream": "x"}, TypeError, "stream is of type str"),
+        ({"array": 12345}, ValueError, r"array's own stream is 12345 .*which is no stream of this device"),
+        ({"out": 12345}, ValueError, r"out's own stream is 12345 .*which is no stream of this device"),
         ({"array": object()}, TypeError, "array is of type object; expected a device array"),
         ({"out": np.zeros(4)}, TypeError, "out is a numpy array in host memory"),
     ],
-    ids=["invalid handle", "no stream", "no array", "out on the host"],
+    ids=["invalid handle", "no stream", "array's stream", "out's stream", "no array", "out on the host"],
 )
 def test_a_call_s_argument_names_its_rank(options, kind, says):
     def rank(comm):
         gather = LamportAllGather(comm, 64, transport="peer")
         arguments = {"array": to_device(np.zeros(4, np.float32)), **options}
+        for name, value in arguments.items():
+            if name != "stream" and isinstance(value, int):
+                arguments[name] = OnStream(device_array(4 if name == "array" else 8, np.float32), value)
         with pytest.raises(kind, match=f"^rank {comm.rank}: {says}"):
             gather(**arguments)
         assert gather._refusals == 1  # as on the other rank, so that close agrees

@@ -2,15 +2,17 @@
 good.
 """
 
+import re
 from contextlib import suppress
 
 import numpy as np
 import pytest
-from helpers.ranks import graph, new_stream, synchronise
+from helpers.ranks import OnStream, graph, new_stream, synchronise
 
-from lamport_numba import LamportAllGather, device_array, ptx, run_ranks, to_device
+from lamport_numba import LamportAllGather, device_array, emulator, ptx, run_ranks, to_device
 from lamport_numba.collectives import arguments
-from lamport_numba.errors import CallMismatch, LamportError, SetupError
+from lamport_numba.driver import structs
+from lamport_numba.errors import CallMismatch, ClosedError, DriverError, LamportError, SetupError
 
 PATIENT = 60.0  # seconds; no test here may need a deadline
 
@@ -147,6 +149,85 @@ def test_a_refusal_on_one_rank_shows_in_the_next_call(refused):
         gather(good)
 
     same_error(disagree(2, calls))
+
+
+def no_room(gather, x, y):
+    emulator.inject(call="cuMemAlloc", rank=gather.rank, code=2, times=1)
+    gather(x)
+
+
+def unknown_stream(gather, x, y):
+    gather(OnStream(x, 12345), y)
+
+
+def captured_stream(gather, x, y):
+    drv, mode = gather._drv, structs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    with new_stream() as stream, drv.current(gather.device):
+        drv.call("cuStreamBeginCapture", stream, mode)
+        try:
+            gather(OnStream(x, stream), y)
+        finally:
+            drv.call("cuGraphDestroy", drv.call("cuStreamEndCapture", stream))
+
+
+def no_launch(gather, x, y):
+    emulator.inject(call="cuLaunchKernelEx", rank=gather.rank, code=1, times=1)
+    gather(x, y)
+
+
+UNMADE = {
+    "no memory for the output": (no_room, DriverError, "cuMemAlloc"),
+    "the array's stream does not exist": (unknown_stream, ValueError, "array's own stream is 12345"),
+    "the array's stream is captured": (captured_stream, LamportError, "is captured into a graph"),
+    "the launch fails": (no_launch, DriverError, "cuLaunchKernelEx"),
+}
+
+
+@pytest.mark.parametrize("unmade", UNMADE)
+def test_a_call_that_was_not_made_is_never_taken_for_the_next(unmade):
+    """Sizes and dtypes are the same in every call: only the count tells that rank 1's next call is another one."""
+    attempt, kind, says = UNMADE[unmade]
+
+    def calls(gather, rank):
+        x, y = to_device(part(rank, 1)), device_array(8, np.float32)
+        if rank == 1:
+            with pytest.raises(kind, match=says):
+                attempt(gather, x, y)
+        gather(x, y)
+        gather(x, y)
+
+    error = same_error(disagree(2, calls))
+    assert {error.mine[0], error.theirs[0]} == {1, 2}
+
+
+@pytest.mark.parametrize("unmade", ["no memory for the output", "the array's stream does not exist"])
+def test_compared_calls_are_told_of_one_that_cannot_be_made(unmade):
+    attempt, kind, says = UNMADE[unmade]
+
+    def calls(gather, rank):
+        x, y = to_device(part(rank, 1)), device_array(8, np.float32)
+        if rank == 0:
+            gather(x, y)
+        with pytest.raises(kind, match=says):
+            attempt(gather, x, y)
+        raise CallMismatch("refused")
+
+    found = compared(2, calls)
+    assert re.search(f"rank 1: refused call 1 .*{says}", str(found[0]))
+
+
+def test_an_object_whose_call_cannot_even_be_counted_is_not_used_again():
+    def rank(comm):
+        gather = LamportAllGather(comm, 64, transport="peer", timeout=PATIENT)
+        x, y = to_device(part(0, 1)), device_array(4, np.float32)
+        emulator.inject(call="cuLaunchKernelEx", rank=0, code=1, times=2)
+        with pytest.raises(DriverError, match="cuLaunchKernelEx"):
+            gather(x, y)
+        with pytest.raises(ClosedError, match="could not be counted"):
+            gather(x, y)
+        gather.close()
+
+    run_ranks(1, rank, timeout=60)
 
 
 def test_a_refusal_on_all_ranks_alike_is_no_disagreement():

@@ -114,9 +114,10 @@ def _timeout(timeout: Any) -> float:
         raise TypeError(
             f"timeout is {timeout!r}, of type {type(timeout).__name__}; expected None or a number of seconds"
         )
-    if not 0 < float(timeout) <= _LONGEST:
+    seconds: Any = timeout
+    if not 0 < seconds <= _LONGEST:  # an int may be too large for a float
         raise ValueError(f"timeout is {timeout!r}; expected seconds, above 0 and at most {_LONGEST:g}")
-    return float(timeout)
+    return float(seconds)
 
 
 def _flag(name: str, value: Any) -> bool | None:

@@ -230,8 +230,9 @@ class AllGather:
             ``out``, or a new device array.
 
         Raises:
-            ValueError: a size that is not accepted, or an ``out`` that does not fit. Nothing has been touched then,
-                but the call counts: the other ranks' next call shows that this one refused.
+            ValueError: a size or a stream that is not accepted, or an ``out`` that does not fit. Nothing has been
+                touched then, but the call counts, as it does whatever else keeps it from being queued (no memory for
+                the output): the other ranks' next call shows that this one refused.
             TypeError: not a device array, or a dtype that is no plain number.
             PeerTimeout, CallMismatch: what an earlier call has reported; see ``check``.
             StreamError: a call on another stream is not over.
@@ -285,11 +286,11 @@ class AllGather:
                 out = device_array(shape, source.dtype, device=self.device, drv=self._drv)
             target = take(out, writable=True, name="out")
             check_out(self.rank, source, target, shape)
-        except (TypeError, ValueError) as error:
+            self._check_dtype(source)
+            return self._packer.pack(self, lane, source, target, array, out)
+        except Exception as error:  # no memory for ``out`` too: the others' call would meet our next one
             self._count_refusal(error)
             raise naming(self.rank, error)  # noqa: B904  the same one
-        self._check_dtype(source)
-        return self._packer.pack(self, lane, source, target, array, out)
 
     def _lane_of(self, stream: Any) -> Lane:
         handle = as_stream(stream)
@@ -314,12 +315,19 @@ class AllGather:
         if self._compare:
             self._compare_calls(None, f"{type(error).__name__}: {error}")
             return
+        self._count_unmade(error)
+
+    def _count_unmade(self, error: Exception) -> None:
+        """Count on the device a call that this rank did not queue; never raises."""
         self._refusals += 1
         stream = 0 if self._lane is None else self._lane.stream  # where the calls before it are
-        if not is_capturing(self._drv, stream):
-            self._remains.stream = stream
-            for channel in self._channels.values():
-                channel.skip(stream)
+        try:
+            if not is_capturing(self._drv, stream):
+                self._remains.stream = stream
+                for channel in self._channels.values():
+                    channel.skip(stream)
+        except Exception as also:  # or the next call would meet another one of the others
+            self._forbid(f"a call was not made ({error}) and could not be counted ({also})")
 
     # What the device reports
 

@@ -13,9 +13,10 @@ from ..arrays import DeviceArray, device_array
 from ..driver import Driver
 from ..errors import CallMismatch
 from ..intake import Buffer, as_buffer, byte_span
-from ..streams import StreamOrder
+from ..streams import PER_THREAD, StreamOrder, is_capturing
 from ..strided import StridedCopy, needs_copy
 from ..symmetric import Communicator
+from .arguments import naming
 from .channel import PACK_BYTES
 from .launch import Block, load
 
@@ -108,7 +109,9 @@ class PreparedCall:
         return not self._before and not self._after
 
     def __call__(self) -> Any:
-        """Queue the call. Raises what ``check`` raises, ClosedError, StreamError, DriverError."""
+        """Queue the call. Raises what ``check`` raises, ClosedError, StreamError, DriverError; ValueError if a
+        stream is gone. A call that could not be queued counts, as a refused one does.
+        """
         gather = self._gather
         if gather._alarm[0] or gather._lane is not self._lane:
             gather._ready(self._lane)
@@ -116,9 +119,13 @@ class PreparedCall:
         try:
             if gather._compare:
                 gather._compare_calls(self._header)
-            for step in self._before:
-                step()
-            self._block.launch()
+            try:
+                for step in self._before:
+                    step()
+                self._block.launch()
+            except Exception as error:
+                gather._count_unmade(error)
+                raise naming(gather.rank, error)  # noqa: B904  the same one
             for step in self._after:
                 step()
         finally:
@@ -143,8 +150,13 @@ class Packer:
         held: list[Any] = [array, out]
         after: list[Callable[[], None]] = []
         stream = lane.stream
-        producers = {buffer.stream for buffer in (source, target)} - {None, stream}
-        before: list[Callable[[], None]] = [partial(self._order.after, producer, stream) for producer in producers]
+        before: list[Callable[[], None]] = []
+        producers = {"out": target.stream, "array": source.stream}
+        for producer, name in {producer: name for name, producer in producers.items()}.items():
+            if producer is not None and producer != stream:
+                if producer > PER_THREAD:  # the others always exist
+                    is_capturing(self._drv, producer, f"{name}'s own stream")
+                before.append(partial(self._order.after, producer, stream))
         address, into = source.address, target.address
         if needs_copy(source):
             copy = device_array(source.nbytes, "u1", device=self._device, drv=self._drv)

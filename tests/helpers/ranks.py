@@ -105,3 +105,11 @@ class Words:
             "strides": None,
             "version": 3,
         }
+
+
+class OnStream:
+    """An array that says it was written on this stream."""
+
+    def __init__(self, array: Any, stream: int) -> None:
+        self.held = array
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream}
