@@ -200,6 +200,27 @@ def test_a_call_that_was_not_made_is_never_taken_for_the_next(unmade):
     assert {error.mine[0], error.theirs[0]} == {1, 2}
 
 
+def test_a_compared_call_that_was_not_made_is_never_taken_for_the_next():
+    """Over MPI the ranks agreed about it before its launch failed: the device tells."""
+
+    def rank(comm):
+        gather = LamportAllGather(comm, 64, transport="peer", timeout=PATIENT, compare_calls=True)
+        x, y = to_device(part(comm.rank, 1)), device_array(8, np.float32)
+        if comm.rank == 1:
+            with pytest.raises(DriverError, match="cuLaunchKernelEx"):
+                no_launch(gather, x, y)
+        else:
+            gather(x, y)
+        with suppress(CallMismatch):
+            gather(x, y)
+        error = reported(gather)
+        gather.close()
+        return error
+
+    error = same_error(run_ranks(2, rank, timeout=60))
+    assert {error.mine[0], error.theirs[0]} == {0, 1}
+
+
 @pytest.mark.parametrize("unmade", ["no memory for the output", "the array's stream does not exist"])
 def test_compared_calls_are_told_of_one_that_cannot_be_made(unmade):
     attempt, kind, says = UNMADE[unmade]
@@ -228,6 +249,93 @@ def test_an_object_whose_call_cannot_even_be_counted_is_not_used_again():
         gather.close()
 
     run_ranks(1, rank, timeout=60)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["first calls", "after calls on another stream"])
+@pytest.mark.parametrize("refusing", [[1], [0, 1]], ids=["one rank", "all ranks"])
+def test_a_refusal_while_its_stream_is_captured_is_counted_in_the_graph(refusing, busy):
+    """The outputs are of one size: only the count tells that rank 1's second call of a replay is the others' third."""
+
+    def rank(comm):
+        gather = LamportAllGather(comm, 64, transport="peer", timeout=PATIENT)
+        if busy:
+            gather(to_device(part(comm.rank, 1)))
+            synchronise()
+        with new_stream() as stream:
+            outs = [device_array(8, np.float32) for _ in range(3)]
+            calls = [gather.prepare(to_device(part(comm.rank, 1, n)), out, stream) for n, out in enumerate(outs)]
+
+            def capture():
+                for number, one in enumerate(calls):
+                    if number == 1 and comm.rank in refusing:
+                        with pytest.raises(ValueError, match="20 bytes"):
+                            gather(device_array(5, np.float32), stream=stream)
+                    else:
+                        one()
+
+            with graph(stream, capture) as launch:
+                launch()
+                launch()
+                synchronise(stream)
+                if len(refusing) == 2:
+                    gather.check()
+                    for number in (0, 2):
+                        np.testing.assert_array_equal(outs[number].copy_to_host(), whole(2, 1, number))
+                    gather.close()
+                    return None
+                with pytest.raises(CallMismatch) as caught:
+                    gather.check()
+                gather.close()
+        return caught.value
+
+    found = run_ranks(2, rank, timeout=60)
+    if len(refusing) == 1:
+        error = same_error(found)
+        assert {error.mine[0], error.theirs[0]} == {busy + 1, busy + 2}
+
+
+def test_a_refusal_outside_of_a_capture_is_not_counted_in_the_graph():
+    def rank(comm):
+        with (
+            LamportAllGather(comm, 64, transport="peer", timeout=PATIENT) as gather,
+            new_stream() as stream,
+            new_stream() as other,
+        ):
+            out = device_array(8, np.float32)
+            one = gather.prepare(to_device(part(comm.rank, 1)), out, stream)
+
+            def capture():
+                one()
+                with pytest.raises(ValueError, match="20 bytes"):
+                    gather(device_array(5, np.float32), stream=other)
+
+            with graph(stream, capture) as launch:
+                synchronise(other)
+                assert gather._channels["peer"].calls() == 1  # at once, and only once
+                for _ in range(3):
+                    launch()
+                synchronise(stream)
+                assert gather._channels["peer"].calls() == 4
+                np.testing.assert_array_equal(out.copy_to_host(), whole(2, 1))
+
+    run_ranks(2, rank, timeout=60)
+
+
+def test_a_refusal_in_a_capture_that_is_broken_leaves_the_object_usable():
+    def rank(comm):
+        with LamportAllGather(comm, 64, transport="peer", timeout=PATIENT) as gather, new_stream() as stream:
+
+            def capture():
+                emulator.inject(call="cuLaunchKernelEx", rank=comm.rank, code=901, times=1)
+                with pytest.raises(ValueError, match="20 bytes"):
+                    gather(device_array(5, np.float32), stream=stream)
+
+            with graph(stream, capture):
+                out = gather(to_device(part(comm.rank, 1)), stream=stream)
+                synchronise(stream)
+                np.testing.assert_array_equal(out.copy_to_host(), whole(2, 1))
+
+    run_ranks(2, rank, timeout=60)
 
 
 def test_a_refusal_on_all_ranks_alike_is_no_disagreement():

@@ -235,7 +235,7 @@ class AllGather:
                 the output): the other ranks' next call shows that this one refused.
             TypeError: not a device array, or a dtype that is no plain number.
             PeerTimeout, CallMismatch: what an earlier call has reported; see ``check``.
-            StreamError: a call on another stream is not over.
+            StreamError: a call on another stream is not over. This one does not count: make it again.
             ClosedError, DriverError.
         """
         if out is not None:
@@ -275,9 +275,11 @@ class AllGather:
         self._remembered[key] = call
 
     def _prepare(self, array: Any, out: Any, stream: Any) -> PreparedCall:
+        known: Lane | None = None
         try:
             lane = self._lane_of(stream)
             capturing = is_capturing(self._drv, lane.stream)
+            known = lane
             take = partial(as_buffer, drv=self._drv, device=self.device, stream=lane.stream, capturing=capturing)
             source = take(array)
             check_size(self.rank, source, self.rank_capacity_bytes, self._channel.unit)
@@ -289,8 +291,9 @@ class AllGather:
             self._check_dtype(source)
             return self._packer.pack(self, lane, source, target, array, out)
         except Exception as error:  # no memory for ``out`` too: the others' call would meet our next one
-            self._count_refusal(error)
-            raise naming(self.rank, error)  # noqa: B904  the same one
+            self._count_refusal(error, known)
+            naming(self.rank, error)
+            raise
 
     def _lane_of(self, stream: Any) -> Lane:
         handle = as_stream(stream)
@@ -310,24 +313,32 @@ class AllGather:
         self._calls += 1
         compare(self._comm, call, header, refused)
 
-    def _count_refusal(self, error: Exception) -> None:
-        """Let the others' next call show that this rank refused one."""
+    def _count_refusal(self, error: Exception, lane: Lane | None) -> None:
+        """Let the others' next call show that this rank refused one. ``lane``: the call's, if its stream exists."""
         if self._compare:
             self._compare_calls(None, f"{type(error).__name__}: {error}")
-            return
-        self._count_unmade(error)
+        else:
+            self._count_unmade(error, lane)
 
-    def _count_unmade(self, error: Exception) -> None:
-        """Count on the device a call that this rank did not queue; never raises."""
+    def _count_unmade(self, error: Exception, lane: Lane | None) -> None:
+        """Count on the device a call that this rank did not queue, in the graph if it was for one; never raises."""
         self._refusals += 1
-        stream = 0 if self._lane is None else self._lane.stream  # where the calls before it are
+        captured = False
         try:
-            if not is_capturing(self._drv, stream):
-                self._remains.stream = stream
-                for channel in self._channels.values():
-                    channel.skip(stream)
-        except Exception as also:  # or the next call would meet another one of the others
-            self._forbid(f"a call was not made ({error}) and could not be counted ({also})")
+            former = self._lane  # where the calls before it are
+            if former is None or (lane is not None and (self._captures(lane) or self._captures(former))):
+                former = lane
+            captured = former is not None and self._captures(former)
+            self._remains.captured |= captured
+            self._remains.stream = stream = 0 if former is None else former.stream
+            for channel in self._channels.values():
+                channel.skip(stream)
+        except Exception as also:
+            if not captured:  # else the capture is broken too, and there will be no graph
+                self._forbid(f"a call was not made ({error}) and could not be counted ({also})")
+
+    def _captures(self, lane: Lane) -> bool:
+        return is_capturing(self._drv, lane.stream)
 
     # What the device reports
 

@@ -124,8 +124,9 @@ class PreparedCall:
                     step()
                 self._block.launch()
             except Exception as error:
-                gather._count_unmade(error)
-                raise naming(gather.rank, error)  # noqa: B904  the same one
+                gather._count_unmade(error, self._lane)
+                naming(gather.rank, error)
+                raise
             for step in self._after:
                 step()
         finally:
@@ -151,8 +152,7 @@ class Packer:
         after: list[Callable[[], None]] = []
         stream = lane.stream
         before: list[Callable[[], None]] = []
-        producers = {"out": target.stream, "array": source.stream}
-        for producer, name in {producer: name for name, producer in producers.items()}.items():
+        for producer, name in {target.stream: "out", source.stream: "array"}.items():
             if producer is not None and producer != stream:
                 if producer > PER_THREAD:  # the others always exist
                     is_capturing(self._drv, producer, f"{name}'s own stream")
