@@ -92,6 +92,15 @@ def test_the_launcher_has_time_to_read_what_a_rank_says_before_the_rank_ends_all
     assert done == ["flush", "wait 0.3", "abort 3"]
 
 
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def run(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.commands()["demo"], "run", run)
+    assert cli.main(["demo"]) == 130
+    assert capsys.readouterr().err == "lamport_numba demo: interrupted\n"
+
+
 def test_a_bad_setting_is_one_line():
     done = mpirun.command(
         ["-m", "lamport_numba", "info"],

@@ -54,6 +54,20 @@ def test_a_program_that_gives_everything_back_is_silent():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_what_a_ruined_context_had_is_not_told_at_exit():
+    body = f"""
+made = Mapped(drv, {SIZE})
+Kernel(drv, SPIN, "spin")(0, grid=1)  # a null pointer
+try:
+    drv.call("cuCtxSynchronize")
+except Exception as error:
+    print(error.code_name)
+"""
+    done = python(body)
+    assert (done.returncode, done.stdout) == (0, "CUDA_ERROR_ILLEGAL_ADDRESS\n")
+    assert "not given back" not in done.stderr
+
+
 def test_a_program_may_end_while_a_kernel_spins():
     body = """
 at = upload(drv, np.zeros(4))

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 well, 1 something failed, 2 it could not start.
+    """Run a command and return its exit status: 0 well, 1 something failed, 2 it could not start, 130 after Ctrl-C.
 
     An error on one rank of several ends all of them.
     """
@@ -59,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
     except (_common.CannotStart, SettingError) as error:
         return _say(options.command, str(error), 2)
+    except KeyboardInterrupt:
+        _rank_0_first()
+        status = _say(options.command, "interrupted", 130)
+        _common.end_all_ranks(status)
     except LamportError as error:
         _rank_0_first()
         status = _say(options.command, f"{type(error).__name__}: {error}", 1)

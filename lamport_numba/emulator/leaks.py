@@ -19,7 +19,11 @@ def leaks() -> list[str]:
 
 
 def report() -> None:
-    """Print ``leaks()`` to stderr, in one short block; nothing if there are none."""
+    """Print ``leaks()`` to stderr, in one short block; nothing if there are none, or none could be given back."""
+    from .machine import MACHINE
+
+    if any(context.error is not None for context in MACHINE.contexts.values()):
+        return  # what a ruined context had goes with the process
     found = leaks()
     if found:
         shown = found[:8] + ([f"... and {len(found) - 8} more"] if len(found) > 8 else [])
