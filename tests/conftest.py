@@ -1,5 +1,6 @@
 """Fixtures only; code that tests share is in tests/helpers."""
 
+import logging
 import signal
 
 import pytest
@@ -16,3 +17,11 @@ def _answers_for_its_own_leaks_only():
     from helpers import leaks
 
     leaks.forgive()
+
+
+def pytest_unconfigure():
+    """Some tests abandon ranks on purpose, and each has answered for its own leaks: nothing of it is told at exit."""
+    from lamport_numba import emulator
+
+    emulator.configure(leak_report=False)
+    logging.getLogger("lamport_numba").setLevel(logging.ERROR)
