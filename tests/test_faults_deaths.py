@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from helpers import deaths, mpirun
-from helpers.faults import DEADLINE, disagree, survive, time_out
+from helpers.faults import DEADLINE, disagree, refuse_in_a_graph, survive, time_out
 from helpers.ranks import synchronise
 
 from lamport_numba import LamportAllGather, to_device
@@ -123,8 +123,11 @@ def test_a_rank_that_was_stopped_for_too_long_finds_that_the_others_have_left():
 # What the GPU suite runs too
 
 
-@pytest.mark.parametrize("function", [disagree, time_out])
-def test_the_faults_of_the_gpu_suite(function):
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [(disagree, "CallMismatch"), (refuse_in_a_graph, "CallMismatch"), (time_out, "PeerTimeout")],
+)
+def test_the_faults_of_the_gpu_suite(function, kind):
     found = mpirun.run(function, 3)
     assert found == [found[0]] * 3
-    assert found[0]["type"] == {"disagree": "CallMismatch", "time_out": "PeerTimeout"}[function.__name__]
+    assert found[0]["type"] == kind

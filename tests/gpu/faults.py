@@ -37,6 +37,7 @@ def main() -> int:
         env = {**ENV, **(variables or {})}
         for ranks in (int(n) for n in options.ranks.split(",")):
             found.append(raises(faults.disagree, "CallMismatch", ranks, env))
+            found.append(raises(faults.refuse_in_a_graph, "CallMismatch", ranks, env))
             found.append(raises(faults.time_out, "PeerTimeout", ranks, env))
         for ranks in (int(n) for n in options.ranks.split(",")):
             for where in ("between calls", "in a graph"):

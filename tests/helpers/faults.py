@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,29 @@ def disagree(comm: Any) -> dict[str, Any]:
             gather(to_device(np.zeros(4 * packs, np.float32)))
     except LamportError:
         pass  # told again below
+    return reported(comm, gather)
+
+
+def refuse_in_a_graph(comm: Any) -> dict[str, Any]:
+    """The last rank refuses the second of three calls of a graph."""
+    gather = LamportAllGather(comm, 1024, transport="peer", timeout=20)
+    gathers_well(gather)
+    comm.Barrier()
+    with new_stream() as stream:
+        call = gather.prepare(to_device(np.zeros(4, np.float32)), device_array(4 * comm.size, np.float32), stream)
+
+        def queue() -> None:
+            call()
+            if comm.rank == comm.size - 1:
+                with suppress(ValueError):
+                    gather(device_array(5, np.float32), stream=stream)
+            else:
+                call()
+            call()
+
+        with graph(stream, queue) as launch:
+            launch()
+            synchronise(stream)
     return reported(comm, gather)
 
 
