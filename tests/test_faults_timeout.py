@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers import mpirun
 from helpers.ranks import graph, new_stream, synchronise
 
 from lamport_numba import LamportAllGather, TaggedAllGather, device_array, emulator, run_ranks, to_device
@@ -275,6 +276,49 @@ def test_an_exception_on_one_rank_is_told_to_the_others_at_once(kind, transport)
         assert isinstance(error, PeerTimeout)
         assert (error.rank, error.call) == (1, 1)
         assert "rank 1 left before call 1" in str(error)
+
+
+def late(comm, kind):
+    """Rank 1 calls when the others have failed and their processes have ended, which takes their memory from the
+    multicast object.
+    """
+    gather = kind(comm, 64, transport="multicast", timeout=0.5)
+    gathers_well(gather)
+    (channel,) = gather._channels.values()
+    comm.Barrier()
+    if comm.rank == 1:
+        comm.Barrier()
+        gather(to_device(part(1)))
+        error = raised(gather)
+        gather.abandon()
+    else:
+        gather(to_device(part(comm.rank)))
+        error = raised(gather)
+        gather.abandon()
+        channel.memory.abandon()
+        comm.Barrier()
+    return error
+
+
+SENDS_AT_ONCE = "    @%raised bra ALARMED;                       // a rank may have left: nothing is sent any more\n"
+
+
+@pytest.mark.parametrize("kind", [LamportAllGather, TaggedAllGather])
+def test_a_late_rank_sends_nothing_to_a_multicast_object_that_others_have_left(kind):
+    told(run_ranks(3, lambda comm: late(comm, kind), timeout=40), rank=1, call=1)
+
+
+@pytest.mark.parametrize(("kind", "file"), [("LamportAllGather", "lamport"), ("TaggedAllGather", "tagged")])
+def test_control_a_late_rank_that_sends_all_the_same_is_a_fault(kind, file):
+    code = f"""
+import test_faults_timeout as t
+from helpers.patches import edited
+with edited({{"{file}_multicast.ptx": [(t.SENDS_AT_ONCE, "", 1)]}}):
+    t.run_ranks(3, lambda comm: t.late(comm, t.{kind}), timeout=30)
+"""
+    done = mpirun.command(["-c", code], None, multicast=True, check=False)
+    assert "that is a multicast mapping: at offset" in done.stderr
+    assert done.returncode != 0
 
 
 def test_a_rank_that_left_is_named_by_the_others_close():

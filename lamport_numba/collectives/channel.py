@@ -306,7 +306,7 @@ class RowChannel(Channel):
             u64(self.plan.host_alarm),
         ]
         if self.transport == "multicast":
-            parameters.append(u64(self.memory.multicast or 0))
+            parameters += [u64(self.memory.multicast or 0), u64(self.memory.local)]
         parameters.append(u64(self._peers))
         return Block(self.kernel, parameters, grid=grid, threads=block, stream=stream, pdl=self.plan.pdl)
 
