@@ -28,8 +28,12 @@ class Graph:
         drv.call("cuStreamBeginCapture", stream, mode)
         try:
             work()
-        finally:
-            graph = drv.call("cuStreamEndCapture", stream)
+        except BaseException:
+            _, *graph = drv.api.cuStreamEndCapture(stream)
+            if graph and graph[0]:
+                drv.call("cuGraphDestroy", graph[0])
+            raise
+        graph = drv.call("cuStreamEndCapture", stream)
         try:
             self._exec: Any = drv.call("cuGraphInstantiate", graph, 0)
         finally:

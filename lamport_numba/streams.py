@@ -9,7 +9,7 @@ from typing import Any, Final
 from .driver import Driver, structs
 from .errors import DriverError, LamportError
 
-__all__ = ["LEGACY", "PER_THREAD", "InFlight", "StreamOrder", "as_stream", "is_capturing"]
+__all__ = ["LEGACY", "PER_THREAD", "InFlight", "StreamOrder", "as_stream", "is_broken", "is_capturing"]
 
 LEGACY: Final = 1  # the legacy default stream, as handle 0 is too
 PER_THREAD: Final = 2
@@ -70,6 +70,12 @@ def is_capturing(drv: Driver, stream: int, name: str = "stream") -> bool:
             "or a handle or an object of a stream that was made on it and is not destroyed"
         ) from error
     return bool(status != structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+def is_broken(drv: Driver, stream: int) -> bool:
+    """Whether the stream's capture has come to nothing: something was done that breaks it."""
+    code, *status = drv.api.cuStreamIsCapturing(stream)
+    return not code and status[0] == structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
 
 
 class StreamOrder:

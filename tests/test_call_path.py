@@ -18,7 +18,7 @@ from lamport_numba import emulator, run_ranks
 from lamport_numba.bench.floor import empty_launch
 from lamport_numba.bench.rig import Rig
 from lamport_numba.collectives import LamportAllGather
-from lamport_numba.driver import select
+from lamport_numba.driver import select, structs
 
 CALLS = 200
 
@@ -49,7 +49,7 @@ def with_calls(check):
 
 
 @pytest.mark.parametrize("kind", ["prepared", "gather"])
-def test_a_call_makes_two_driver_calls(kind):
+def test_a_call_makes_two_driver_calls_and_one_more_to_see_a_capture(kind):
     def count(rig, gather, calls):
         gc.collect()
         gc.disable()  # finalisers of other tests' arrays make calls of their own
@@ -65,7 +65,8 @@ def test_a_call_makes_two_driver_calls(kind):
         return {name: number - before.get(name, 0) for name, number in after.items()}
 
     made = {name: number for name, number in with_calls(count).items() if number}
-    assert made == {"cuCtxGetCurrent": CALLS, "cuLaunchKernelEx": CALLS}
+    look = {"cuStreamIsCapturing": CALLS} if kind == "gather" else {}
+    assert made == {"cuCtxGetCurrent": CALLS, "cuLaunchKernelEx": CALLS, **look}
 
 
 @contextmanager
@@ -74,7 +75,8 @@ def without_driver(gather, calls):
     drv = gather._drv
     api, current, launched = drv.api, drv.api.cuCtxGetCurrent(), (0,)
     blocks = {call._block for call in (calls["prepared"], *gather._remembered.values())}
-    drv.api = SimpleNamespace(cuCtxGetCurrent=lambda: current)
+    idle = structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    drv.api = SimpleNamespace(cuCtxGetCurrent=lambda: current, cuStreamIsCapturing=lambda stream: (0, idle))
     for block in blocks:
         block._enqueue = lambda *_: launched
     try:

@@ -12,7 +12,7 @@ from helpers.ranks import OnStream, graph, new_stream, synchronise
 from lamport_numba import LamportAllGather, device_array, emulator, ptx, run_ranks, to_device
 from lamport_numba.collectives import arguments
 from lamport_numba.driver import structs
-from lamport_numba.errors import CallMismatch, ClosedError, DriverError, LamportError, SetupError
+from lamport_numba.errors import CallMismatch, ClosedError, DriverError, LamportError, SetupError, StreamError
 
 PATIENT = 60.0  # seconds; no test here may need a deadline
 
@@ -294,41 +294,69 @@ def test_a_refusal_while_its_stream_is_captured_is_counted_in_the_graph(refusing
         assert {error.mine[0], error.theirs[0]} == {busy + 1, busy + 2}
 
 
-def test_a_refusal_outside_of_a_capture_is_not_counted_in_the_graph():
+def test_a_refusal_beside_a_capture_cannot_be_counted():
+    """Neither in the graph, which may be launched often or never, nor beside what the stream may still have to do."""
+
     def rank(comm):
-        with (
-            LamportAllGather(comm, 64, transport="peer", timeout=PATIENT) as gather,
-            new_stream() as stream,
-            new_stream() as other,
-        ):
-            out = device_array(8, np.float32)
-            one = gather.prepare(to_device(part(comm.rank, 1)), out, stream)
+        gather = LamportAllGather(comm, 64, transport="peer", timeout=PATIENT)
+        x, y = to_device(part(comm.rank, 1)), device_array(8, np.float32)
+        with new_stream() as stream, new_stream() as other:
 
             def capture():
-                one()
+                gather(x, y, stream=stream)
+                with pytest.raises(StreamError, match="is being captured"):
+                    gather(x, y, stream=other)
+                gather(x, y, stream=stream)
                 with pytest.raises(ValueError, match="20 bytes"):
                     gather(device_array(5, np.float32), stream=other)
+                with pytest.raises(ClosedError, match=r"could not be counted .*is being captured"):
+                    gather(x, y, stream=stream)
 
-            with graph(stream, capture) as launch:
-                synchronise(other)
-                assert gather._channels["peer"].calls() == 1  # at once, and only once
-                for _ in range(3):
-                    launch()
-                synchronise(stream)
-                assert gather._channels["peer"].calls() == 4
-                np.testing.assert_array_equal(out.copy_to_host(), whole(2, 1))
+            with graph(stream, capture):
+                pass
+            gather.close()
 
     run_ranks(2, rank, timeout=60)
 
 
-def test_a_refusal_in_a_capture_that_is_broken_leaves_the_object_usable():
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_refusal_that_cannot_be_counted_in_a_graph(broken):
+    """It matters only if there will be a graph."""
+
+    def rank(comm):
+        gather = LamportAllGather(comm, 64, transport="peer", timeout=PATIENT)
+        x, y, drv = to_device(part(comm.rank, 1)), device_array(8, np.float32), gather._drv
+        with new_stream() as stream, drv.current(gather.device):
+            drv.call("cuStreamBeginCapture", stream, structs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            if broken:
+                assert drv.api.cuStreamQuery(stream)[0] != 0
+            else:
+                emulator.inject(call="cuLaunchKernelEx", rank=comm.rank, code=2, times=1)
+            with pytest.raises(ValueError, match="20 bytes"):
+                gather(device_array(5, np.float32), stream=stream)
+            code, *made = drv.api.cuStreamEndCapture(stream)
+            assert (code != 0) == broken
+            if broken:
+                gather(x, y, stream=stream)
+                synchronise(stream)
+                np.testing.assert_array_equal(y.copy_to_host(), whole(2, 1))
+            else:
+                drv.call("cuGraphDestroy", *made)
+                with pytest.raises(ClosedError, match="could not be counted"):
+                    gather(x, y, stream=stream)
+            gather.close()
+
+    run_ranks(2, rank, timeout=60)
+
+
+def test_a_refusal_in_a_graph_that_is_never_launched_is_no_disagreement():
     def rank(comm):
         with LamportAllGather(comm, 64, transport="peer", timeout=PATIENT) as gather, new_stream() as stream:
 
             def capture():
-                emulator.inject(call="cuLaunchKernelEx", rank=comm.rank, code=901, times=1)
-                with pytest.raises(ValueError, match="20 bytes"):
-                    gather(device_array(5, np.float32), stream=stream)
+                if comm.rank == 1:
+                    with pytest.raises(ValueError, match="20 bytes"):
+                        gather(device_array(5, np.float32), stream=stream)
 
             with graph(stream, capture):
                 out = gather(to_device(part(comm.rank, 1)), stream=stream)
@@ -336,6 +364,51 @@ def test_a_refusal_in_a_capture_that_is_broken_leaves_the_object_usable():
                 np.testing.assert_array_equal(out.copy_to_host(), whole(2, 1))
 
     run_ranks(2, rank, timeout=60)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["on a busy stream", "on no stream"])
+def test_the_first_call_of_all_is_refused_and_the_next_is_on_another_stream(named):
+    """The count is there before the next call, whatever the stream of the refused one still has to do."""
+
+    def rank(comm):
+        gather = LamportAllGather(comm, 64, transport="peer", timeout=PATIENT)
+        other = LamportAllGather(comm, 64, transport="peer", timeout=PATIENT)
+        x, y = to_device(part(comm.rank, 1)), device_array(8, np.float32)
+        with new_stream() as busy, new_stream() as stream:
+            if comm.rank == 1:
+                other(x, stream=busy)  # waits for rank 0
+                with pytest.raises((ValueError, TypeError), match=r"20 bytes|a bool"):
+                    gather(device_array(5, np.float32) if named else x, stream=busy if named else True)
+            with suppress(CallMismatch):
+                gather(x, y, stream=stream)
+                gather(x, y, stream=stream)
+            synchronise(stream)
+            with pytest.raises(CallMismatch) as caught:
+                gather.check()
+            if comm.rank == 0:
+                other(x, stream=busy)
+            synchronise(busy)
+            other.close()
+            gather.close()
+            return caught.value
+
+    error = same_error(run_ranks(2, rank, timeout=60))
+    assert {error.mine[0], error.theirs[0]} == {0, 1}
+
+
+@pytest.mark.parametrize("stream", [[], True, 1.0, "x"], ids=repr)
+def test_a_stream_that_is_none_is_refused_however_well_the_arrays_are_known(stream):
+    def calls(gather, rank):
+        x, y = to_device(part(rank, 1)), device_array(8, np.float32)
+        gather(x, y, stream=1)
+        if rank == 1:
+            with pytest.raises(TypeError, match=r"^rank 1: stream is "):
+                gather(x, y, stream=stream)
+        gather(x, y, stream=1)
+        gather(x, y, stream=1)
+
+    error = same_error(disagree(2, calls))
+    assert {error.mine[0], error.theirs[0]} == {2, 3}
 
 
 def test_a_refusal_on_all_ranks_alike_is_no_disagreement():

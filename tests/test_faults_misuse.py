@@ -116,7 +116,165 @@ def test_a_call_during_the_capture_of_another_stream():
     run_ranks(2, rank, timeout=60)
 
 
+def test_a_stream_is_not_left_while_it_is_captured():
+    """Nobody can tell whether it still has work."""
+
+    def rank(comm):
+        with LamportAllGather(comm, 64, **PEER) as gather, new_stream() as one, new_stream() as two:
+            x, y = to_device(part(comm.rank)), device_array(8, np.float32)
+            if comm.rank == 0:
+                gather(x, y, stream=one)  # waits
+                with graph(one, lambda: refused(gather, x, two)):
+                    comm.Barrier()
+            else:
+                comm.Barrier()
+                gather(x, y, stream=one)
+            synchronise(one)
+            np.testing.assert_array_equal(y.copy_to_host(), np.concatenate([part(0), part(1)]))
+            gathers_well(gather, two)
+
+    def refused(gather, x, stream):
+        with pytest.raises(StreamError, match="still has work or is being captured"):
+            gather(x, stream=stream)
+
+    run_ranks(2, rank, timeout=60)
+
+
+def test_a_known_call_is_captured_and_its_buffers_are_held():
+    def rank(comm):
+        with LamportAllGather(comm, 64, **PEER) as gather, new_stream() as stream:
+            arrays = [to_device(part(comm.rank)), device_array(8, np.float32)]
+            gather(*arrays, stream=stream)
+            with graph(stream, lambda: gather(*arrays, stream=stream)) as launch:
+                gone = [weakref.ref(array) for array in arrays]
+                arrays.clear()
+                for _ in range(20):  # more than are remembered
+                    gather(to_device(part(comm.rank)), device_array(8, np.float32), stream=stream)
+                synchronise(stream)
+                gc.collect()
+                assert all(ref() is not None for ref in gone)
+                launch()
+                synchronise(stream)
+                gather.check()
+                np.testing.assert_array_equal(gone[1]().copy_to_host(), np.concatenate([part(0), part(1)]))
+
+    run_ranks(2, rank, timeout=60)
+
+
+def test_known_calls_are_let_go_while_their_stream_is_captured():
+    def rank(comm):
+        with LamportAllGather(comm, 64, **PEER) as gather, new_stream() as one, new_stream() as two:
+            arrays = [(to_device(part(comm.rank)), device_array(8, np.float32)) for _ in range(40)]
+            for x, y in arrays[:8]:
+                gather(x, y, stream=one)
+            synchronise(one)
+            gathers_well(gather, two)
+            with graph(one, lambda: [gather(x, y, stream=two) for x, y in arrays[8:]]) as launch:
+                launch()
+            for x, y in arrays:
+                gather(x, y, stream=two)
+            gathers_well(gather, two)
+
+    run_ranks(2, rank, timeout=60)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_buffers_are_held_although_what_comes_after_the_launch_fails(captured):
+    def rank(comm):
+        with LamportAllGather(comm, 64, **PEER) as gather, new_stream() as stream:
+            x, y = to_device(part(comm.rank)), device_array(9, np.float32)[1:]  # gathered beside it, then copied
+            gone = weakref.ref(x)
+
+            def call():
+                emulator.inject("cuMemcpyDtoDAsync", rank=comm.rank, code=2, times=1)
+                with pytest.raises(DriverError, match="cuMemcpyDtoDAsync"):
+                    gather(x, y, stream=stream)
+
+            if captured:
+                with graph(stream, call) as launch:
+                    assert gather._remains.captured
+                    del x
+                    gc.collect()
+                    assert gone() is not None
+                    launch()
+            else:
+                if comm.rank == 0:
+                    call()
+                    del x
+                    gc.collect()
+                    assert gone() is not None  # its kernel waits for rank 1
+                comm.Barrier()
+                if comm.rank == 1:
+                    call()
+            synchronise(stream)
+            gather.check()
+            gathers_well(gather, stream)
+
+    run_ranks(2, rank, timeout=60)
+
+
 # Ends
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_the_end_while_the_stream_is_captured_is_refused(how):
+    def rank(comm):
+        with LamportAllGather(comm, 64, **PEER) as gather, new_stream() as stream:
+            gathers_well(gather, stream)
+
+            def capture():
+                with pytest.raises(LamportError, match=rf"{how}\(\) while stream .* end the capture first"):
+                    getattr(gather, how)()
+
+            with graph(stream, capture):
+                gathers_well(gather, stream)
+
+    run_ranks(2, rank, timeout=60)
+
+
+def test_an_exception_in_a_capture_unmaps_nothing_under_a_waiting_kernel():
+    def rank(comm):
+        gather = LamportAllGather(comm, 64, **PEER)
+        gathers_well(gather)
+        with new_stream() as stream:
+            if comm.rank == 0:
+                gather(to_device(part(0)), stream=stream)  # waits for rank 1, which never calls
+                with pytest.raises(KeyError), graph(stream, lambda: leave(gather)):
+                    pass
+            comm.Barrier()
+            synchronise(stream)
+        with pytest.raises(PeerTimeout if comm.rank else ClosedError):
+            gather.check()
+        gather.close()
+
+    def leave(gather):
+        with gather:
+            raise KeyError("application")
+
+    before = emulator.last_fault()
+    run_ranks(2, rank, timeout=60)
+    assert emulator.last_fault() is before
+
+
+def test_events_and_graphs_are_given_back_too():
+    def rank(comm):
+        before = {}
+        for turn in range(4):
+            gather = LamportAllGather(comm, 64, **PEER)
+            if turn == 0:  # what other tests have kept is given back now
+                gather.abandon()
+                before = emulator.calls()
+                continue
+            gathers_well(gather)
+            with new_stream() as stream, pytest.raises(KeyError), graph(stream, lambda: {}["missing"]):
+                pass
+            gather.abandon()
+        after = emulator.calls()
+        return {name: number - before.get(name, 0) for name, number in after.items()}
+
+    (made,) = run_ranks(1, rank, timeout=60)
+    assert made["cuEventDestroy"] == made["cuEventCreate"] >= 3
+    assert made["cuGraphDestroy"] == made["cuStreamEndCapture"] == 3
 
 
 def test_use_after_close():

@@ -1,6 +1,7 @@
 """A peer that is missing: every rank raises the same root cause, in time, and reset makes a new start."""
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -199,11 +200,16 @@ def test_what_was_prepared_before_a_reset_is_refused():
     run_ranks(2, rank, timeout=60)
 
 
-def test_a_graph_of_before_a_reset_leaves_at_once_and_is_told_of():
+@pytest.mark.parametrize("way", ["prepared", "remembered"])
+def test_a_graph_of_before_a_reset_leaves_at_once_and_is_told_of(way):
     def rank(comm):
         with LamportAllGather(comm, 64, transport="peer", timeout=30) as gather, new_stream() as stream:
-            out = device_array(4 * comm.size, np.float32)
-            call = gather.prepare(to_device(part(comm.rank)), out, stream)
+            x, out = to_device(part(comm.rank)), device_array(4 * comm.size, np.float32)
+            if way == "prepared":
+                call = gather.prepare(x, out, stream)
+            else:
+                gather(x, out, stream=stream)
+                call = partial(gather, x, out, stream=stream)
             with graph(stream, call) as launch:
                 launch()
                 synchronise(stream)

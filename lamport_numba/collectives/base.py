@@ -10,20 +10,21 @@ import sys
 import warnings
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ..arrays import device_array
 from ..driver import Driver, select, structs
-from ..errors import CallMismatch, ClosedError, LamportError, SetupError, StreamError
+from ..errors import CallMismatch, ClosedError, DriverError, LamportError, SetupError, StreamError
 from ..intake import Buffer, as_buffer
-from ..streams import LEGACY, InFlight, as_stream, is_capturing
+from ..streams import LEGACY, InFlight, as_stream, is_broken, is_capturing
 from ..symmetric import Communicator
 from .arguments import agreed, naming
 from .call import Header, Lane, Packer, PreparedCall, check_out, check_size, compare, fits, has_fixed_address
 from .channel import PACK_BYTES, Channel, Plan, RowChannel
-from .ends import Remains, may_be_left, sweep
+from .ends import Remains, at_rest, sweep
 from .launch import Block
 from .measure import Table
 from .meet import Standing, disagreement
@@ -37,6 +38,7 @@ __all__ = ["AllGather", "PreparedCall"]
 
 log = logging.getLogger("lamport_numba")
 
+_NOT_CAPTURED: Final = structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _REMEMBERED: Final = 8  # calls whose buffers are held, so that the same call again finds itself packed
 _ALARMS: Final = 1024  # words in host memory, one for each reset, so that kernels of before it are told apart
 _GRACE: Final = 0.05  # seconds between two looks at the reports: other ranks may be about to report
@@ -56,6 +58,14 @@ def _at_exit() -> None:
     for gather in list(_alive):
         gather._end("the interpreter is ending")
     sweep()
+
+
+def _key(stream: Any) -> int:
+    """The handle that calls are remembered by; -1, as which none is, for what is no stream."""
+    try:
+        return as_stream(stream)
+    except (TypeError, ValueError):
+        return -1
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -239,7 +249,7 @@ class AllGather:
             ClosedError, DriverError.
         """
         if out is not None:
-            known = self._remembered.get((id(array), id(out), stream))
+            known = self._remembered.get((id(array), id(out), stream if type(stream) is int else _key(stream)))
             if known is not None:
                 return known()
         if self._alarm[0]:
@@ -247,15 +257,16 @@ class AllGather:
         self._drv.settle(self.device)
         with self._drv.current(self.device):
             call = self._prepare(array, out, stream)
-            result = call()
-            if is_capturing(self._drv, call.stream):
-                self._remains.captured = True
-                self._in_flight.hold_captured(call)
-            elif out is not None and call.plain and has_fixed_address(array) and has_fixed_address(out):
-                self._remember((id(array), id(out), stream), call)
-            else:
-                self._in_flight.hold(call.stream, call)
-        return result
+            captured = is_capturing(self._drv, call.stream)
+            try:
+                return call()
+            finally:  # the launch may have gone well and what comes after it not
+                if captured:
+                    self._hold_captured(call)
+                elif out is not None and call.plain and has_fixed_address(array) and has_fixed_address(out):
+                    self._remember(array, out, call)
+                else:
+                    self._in_flight.hold(call.stream, call)
 
     def prepare(self, array: Any, out: Any = None, stream: Any = None) -> PreparedCall:
         """Check and pack a call of ``array`` into ``out`` on ``stream`` without queueing it; see ``PreparedCall``.
@@ -267,12 +278,29 @@ class AllGather:
         with self._drv.current(self.device):
             return self._prepare(array, out, stream)
 
-    def _remember(self, key: tuple[int, int, Any], call: PreparedCall) -> None:
+    def _remember(self, array: Any, out: Any, call: PreparedCall) -> None:
         # The call holds both arrays, so their ids stay theirs for as long as it is remembered.
         if len(self._remembered) >= _REMEMBERED:
             oldest = self._remembered.pop(next(iter(self._remembered)))
-            self._in_flight.hold(oldest.stream, oldest)
-        self._remembered[key] = call
+            if self._captures(oldest.stream):
+                self._in_flight.hold_captured(oldest)  # an event that is recorded there would be the graph's
+            else:
+                self._in_flight.hold(oldest.stream, oldest)
+        call.watched = call.stream > LEGACY  # that one is never captured
+        self._remembered[id(array), id(out), call.stream] = call
+
+    def _hold_captured(self, call: PreparedCall) -> None:
+        self._remains.captured = True
+        self._in_flight.hold_captured(call)
+
+    def _watch(self, call: PreparedCall) -> None:
+        """A remembered call was made again: into a graph this time?"""
+        code, status = self._drv.api.cuStreamIsCapturing(call.stream)
+        if code or status != _NOT_CAPTURED:
+            self._hold_captured(call)
+
+    def _captures(self, stream: int) -> bool:
+        return is_capturing(self._drv, stream)
 
     def _prepare(self, array: Any, out: Any, stream: Any) -> PreparedCall:
         known: Lane | None = None
@@ -321,24 +349,31 @@ class AllGather:
             self._count_unmade(error, lane)
 
     def _count_unmade(self, error: Exception, lane: Lane | None) -> None:
-        """Count on the device a call that this rank did not queue, in the graph if it was for one; never raises."""
-        self._refusals += 1
-        captured = False
-        try:
-            former = self._lane  # where the calls before it are
-            if former is None or (lane is not None and (self._captures(lane) or self._captures(former))):
-                former = lane
-            captured = former is not None and self._captures(former)
-            self._remains.captured |= captured
-            self._remains.stream = stream = 0 if former is None else former.stream
-            for channel in self._channels.values():
-                channel.skip(stream)
-        except Exception as also:
-            if not captured:  # else the capture is broken too, and there will be no graph
-                self._forbid(f"a call was not made ({error}) and could not be counted ({also})")
+        """Count on the device a call that this rank did not queue, where it would have been: in a graph, or at once.
 
-    def _captures(self, lane: Lane) -> bool:
-        return is_capturing(self._drv, lane.stream)
+        Never raises. If it cannot be counted, nothing can be called any more: the next call would meet the others' one.
+        """
+        former, stream, captured = self._lane, None, False
+        lane = lane or former
+        try:
+            with self._drv.relaxed():
+                rests = former is None or at_rest(self._drv, former.stream)
+                if lane is not None and (rests or lane is former) and self._captures(lane.stream):
+                    self._lane, stream, captured = lane, lane.stream, True
+                    self._remains.stream, self._remains.captured = stream, True
+                elif former is not None and not rests:
+                    stream = former.stream  # where the calls before it are
+                    if self._captures(stream):
+                        raise StreamError(f"stream {stream:#x} is being captured")
+                self._refusals += not captured
+                for channel in self._channels.values():
+                    if stream is None:
+                        channel.skip_at_once()
+                    else:
+                        channel.skip(stream)
+        except Exception as also:
+            if not (captured and stream is not None and is_broken(self._drv, stream)):  # else there will be no graph
+                self._forbid(f"a call was not made ({error}) and could not be counted ({also})")
 
     # What the device reports
 
@@ -377,11 +412,11 @@ class AllGather:
     def _check_left(self, former: int, stream: int) -> None:
         """Two calls of one object never overlap: a stream is left only when its work is done."""
         with self._drv.current(self.device), self._drv.relaxed():
-            if not may_be_left(self._drv, former):
+            if not at_rest(self._drv, former):
                 raise StreamError(
-                    f"rank {self.rank}: a call on stream {stream:#x} while stream {former:#x} still has work; calls of "
-                    f"one {type(self).__name__} must not overlap: synchronise the old stream first, or make another "
-                    "object for the new one"
+                    f"rank {self.rank}: a call on stream {stream:#x} while stream {former:#x} still has work or is "
+                    f"being captured; calls of one {type(self).__name__} must not overlap: end its capture and "
+                    "synchronise the old stream first, or make another object for the new one"
                 )
 
     def _reported(self) -> LamportError:
@@ -390,7 +425,7 @@ class AllGather:
         Each report is whole, but all ranks must go by the same ones: so it looks until nothing is added.
         """
         self._alarm[0] = 1
-        if self._reports is None:
+        if not self._reports:
             with self._drv.current(self.device):
                 found = self._remains.reports()
                 for _ in range(_LOOKS):
@@ -412,7 +447,8 @@ class AllGather:
         """
         if self._unusable and not self._resettable:
             raise ClosedError(f"rank {self.rank}: this {type(self).__name__} cannot be reset: {self._unusable}")
-        with self._drv.current(self.device):
+        self._check_capture("reset")
+        with self._drv.current(self.device), self._drv.relaxed():
             if not self._resettable:
                 ranks = self._come_to_rest("reset", None)
                 self._forbid("its reset did not complete; call reset() again or close()")
@@ -446,6 +482,7 @@ class AllGather:
         if self._unusable:
             self._end(self._unusable)
             return
+        self._check_capture("close")
         pending: LamportError | None = None
         told = self._told or not self._comm.healthy
         try:
@@ -467,6 +504,18 @@ class AllGather:
         self._comm.free()
         if pending is not None and not told:
             raise pending
+
+    def _check_capture(self, what: str) -> None:
+        """Whether the calls before it are over cannot be known while their stream is captured."""
+        lane = self._lane
+        if lane is None:
+            return
+        with suppress(DriverError, ValueError), self._drv.current(self.device):
+            if self._captures(lane.stream):
+                raise LamportError(
+                    f"rank {self.rank}: {what}() while stream {lane.stream:#x}, which this {type(self).__name__} uses, "
+                    "is being captured into a graph; end the capture first"
+                )
 
     def abandon(self) -> None:
         """Leave without the others, and tell them: their calls fail at once. Frees what can be freed; idempotent."""
@@ -529,6 +578,7 @@ class AllGather:
                 log.debug("rank %d could not tell the others that it leaves: %s", self.rank, error)
         self._forbid(why)
         self._remains.held = (self._remembered, self._in_flight)
+        self._remains.owned = (self._in_flight, self._packer)
         self._remains.leave()
         self._forget(why)
         self._give_up(why)

@@ -67,7 +67,7 @@ class PreparedCall:
     anew.
     """
 
-    __slots__ = ("_after", "_before", "_block", "_gather", "_header", "_lane", "held", "out")
+    __slots__ = ("_after", "_before", "_block", "_gather", "_header", "_lane", "held", "out", "watched")
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class PreparedCall:
     ) -> None:
         self.out = out
         self.held = held
+        self.watched = False  # whether to look for a capture each time
         self._gather = gather
         self._lane = lane
         self._block = block
@@ -129,6 +130,8 @@ class PreparedCall:
                 raise
             for step in self._after:
                 step()
+            if self.watched:
+                gather._watch(self)
         finally:
             if former is not None:
                 gather._leave(former)

@@ -136,6 +136,11 @@ class Channel:
         """Count a call that this rank refused."""
         raise NotImplementedError
 
+    def skip_at_once(self) -> None:
+        """The same where no call is queued or running: it is counted on return."""
+        self.skip(int(self._side))
+        self.drv.call("cuStreamSynchronize", self._side)
+
     def calls(self) -> int:
         """How many calls the device has completed or counted. Waits for nothing: synchronise first."""
         raise NotImplementedError

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from ..driver import Driver, structs
 from ..symmetric import Communicator
@@ -22,7 +22,7 @@ from .channel import Channel
 from .meet import Standing, meet
 from .reports import Report
 
-__all__ = ["Remains", "at_rest", "may_be_left", "sweep"]
+__all__ = ["Remains", "at_rest", "sweep"]
 
 log = logging.getLogger("lamport_numba")
 
@@ -31,15 +31,13 @@ _kept: deque[Remains] = deque()
 
 
 def at_rest(drv: Driver, stream: int) -> bool:
-    """Whether a stream has no work. A stream that its owner has destroyed, or that is being captured, has none."""
-    return bool(drv.api.cuStreamQuery(stream)[0] != structs.CUresult.CUDA_ERROR_NOT_READY)
-
-
-def may_be_left(drv: Driver, stream: int) -> bool:
-    """Whether calls may go on on another stream. What is captured does not run yet, and is not asked for its work."""
-    idle = structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    """Whether a stream has no work. A destroyed one has none; while it is captured nobody can tell, so it may have."""
     code, *status = drv.api.cuStreamIsCapturing(stream)
-    return bool(code or status[0] != idle) or at_rest(drv, stream)
+    if code:
+        return True
+    if status[0] != structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+        return False  # and a query would break the capture
+    return bool(drv.api.cuStreamQuery(stream)[0] != structs.CUresult.CUDA_ERROR_NOT_READY)
 
 
 class Remains:
@@ -58,6 +56,7 @@ class Remains:
         self.stream: int | None = None
         self.captured = False
         self.held: tuple[object, ...] = ()  # what kernels that may still run use
+        self.owned: tuple[Any, ...] = ()  # closed with the rest
 
     @property
     def all(self) -> list[Channel]:
@@ -142,7 +141,9 @@ class Remains:
             channel.leave()
         self.channels.clear()
         self.parked.clear()
-        self.held = ()
+        for thing in self.owned:
+            thing.close()
+        self.held = self.owned = ()
         self._free_host()
         return True
 
