@@ -580,6 +580,23 @@ def test_compared_calls_name_the_rank_that_refused():
     assert "rank 1: refused call 1 (ValueError: rank 1: an array of 20 bytes" in str(found[0])
 
 
+def test_compared_numbers_of_calls_that_differ_show_in_the_call_too_many_and_in_close():
+    def rank(comm):
+        gather = LamportAllGather(comm, 64, transport="peer", timeout=PATIENT, compare_calls=True)
+        call(gather, 1)
+        comm.Barrier()
+        with pytest.raises(CallMismatch) as caught:
+            if comm.rank == 1:
+                call(gather, 1)
+            gather.close()
+        gather.close()
+        return str(caught.value)
+
+    said = run_ranks(2, rank, timeout=60)
+    assert said[0].startswith("rank 0 closes after 1 calls, and not all ranks do: rank 1 is at another stage")
+    assert said[1].startswith("call 1 is no call of all ranks, and it was not made: rank 0 is at another stage")
+
+
 def test_compared_mode_by_the_environment(monkeypatch):
     monkeypatch.setenv("LAMPORT_NUMBA_COMPARE", "1")
 

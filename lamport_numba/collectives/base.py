@@ -20,7 +20,7 @@ from ..driver import Driver, select, structs
 from ..errors import CallMismatch, ClosedError, DriverError, LamportError, SetupError, StreamError
 from ..intake import Buffer, as_buffer
 from ..streams import LEGACY, InFlight, as_stream, is_broken, is_capturing
-from ..symmetric import Communicator
+from ..symmetric import Communicator, OutOfStep
 from .arguments import agreed, naming
 from .call import Header, Lane, Packer, PreparedCall, check_out, check_size, compare, fits, has_fixed_address
 from .channel import PACK_BYTES, Channel, Plan, RowChannel
@@ -499,6 +499,9 @@ class AllGather:
             if told and isinstance(error, SetupError):
                 log.info("rank %d: closed alone after a failure: %s", self.rank, error)
                 return
+            if self._compare and isinstance(error, OutOfStep):
+                text = f"rank {self.rank} closes after {self._calls} calls, and not all ranks do: {error}"
+                raise CallMismatch(text, call=self._calls) from error
             raise
         self._forget("it is closed")
         self._comm.free()

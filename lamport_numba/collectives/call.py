@@ -15,7 +15,7 @@ from ..errors import CallMismatch
 from ..intake import Buffer, as_buffer, byte_span
 from ..streams import PER_THREAD, StreamOrder, is_capturing
 from ..strided import StridedCopy, needs_copy
-from ..symmetric import Communicator
+from ..symmetric import Communicator, OutOfStep
 from .arguments import naming
 from .channel import PACK_BYTES
 from .launch import Block, load
@@ -201,7 +201,10 @@ def compare(comm: Communicator, call: int, header: Header | None, refused: str |
     A rank that refuses its call says why in ``refused``, and is told nothing.
     """
     mine = {"call": call, "refused": refused, **(asdict(header) if header is not None else {})}
-    said = [json.loads(text) for text in comm.all_gather(json.dumps(mine).encode(), "compare a call")]
+    try:
+        said = [json.loads(text) for text in comm.all_gather(json.dumps(mine).encode(), "compare a call")]
+    except OutOfStep as error:
+        raise CallMismatch(f"call {call} is no call of all ranks, and it was not made: {error}", call=call) from error
     if refused is None and any(one != said[0] for one in said):
         rows = "; ".join(f"rank {rank}: {_told(one)}" for rank, one in enumerate(said))
         raise CallMismatch(f"ranks disagree about a call, and it was not made: {rows}", call=call)

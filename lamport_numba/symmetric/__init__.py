@@ -4,9 +4,9 @@
 `memory` the buffer, `multicast` the address that reaches every rank, `transport` the choice between them.
 """
 
-from .communicator import Communicator
+from .communicator import Communicator, OutOfStep
 from .memory import SymmetricMemory
 from .multicast import multicast_disabled
 from .transport import choose_transport
 
-__all__ = ["Communicator", "SymmetricMemory", "choose_transport", "multicast_disabled"]
+__all__ = ["Communicator", "OutOfStep", "SymmetricMemory", "choose_transport", "multicast_disabled"]

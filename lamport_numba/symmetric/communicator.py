@@ -24,7 +24,7 @@ from typing import Any, Final, NoReturn
 from .. import settings
 from ..errors import ClosedError, LamportError, MulticastUnavailable, RendezvousTimeout, SetupError
 
-__all__ = ["Communicator", "Step"]
+__all__ = ["Communicator", "OutOfStep", "Step"]
 
 _TAG: Final = 32101  # below 32767, the smallest upper bound that MPI promises
 _ROLL_TAG: Final = 32102
@@ -36,6 +36,10 @@ _GRACE: Final = 0.75  # seconds to listen after the roll call
 _LISTEN: Final = 0.02  # seconds between looks for a roll call
 
 _abandoned: list[Any] = []  # requests that will never complete, and their buffers: MPI may still write to them
+
+
+class OutOfStep(SetupError):
+    """A rank has come to another stage than this one."""
 
 
 class Step:
@@ -359,7 +363,7 @@ class _Exchange:
     def _take(self, source: int, frame: bytearray) -> None:
         magic, number, check, length = _HEADER.unpack_from(frame)
         if magic != _MAGIC or number != self._number or check != self._check:
-            raise SetupError(
+            raise OutOfStep(
                 f"rank {source} is at another stage than '{self._name}': do all ranks run the same version of the "
                 "library and construct the same objects in the same order?",
                 rank=source,
