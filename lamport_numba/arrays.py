@@ -223,7 +223,7 @@ class _Memory:
 
     def __init__(self, drv: Driver, device: int, nbytes: int) -> None:
         with drv.current(device), drv.relaxed():
-            self.address = int(drv.call("cuMemAlloc", nbytes))
+            self.address = drv.allocate("cuMemAlloc", nbytes)
         self.nbytes = nbytes
         weakref.finalize(self, _free, drv, device, self.address)
 

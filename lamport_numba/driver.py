@@ -77,6 +77,16 @@ class Driver:
             return answer[1]
         return answer[1:] or None
 
+    def allocate(self, name: str, nbytes: int, *args: Any) -> int:
+        """Call ``name`` for so many bytes. Raises DriverError, which says how many if there is no memory."""
+        try:
+            return int(self.call(name, nbytes, *args))
+        except DriverError as error:
+            if error.code != structs.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                raise
+            hint = f"{nbytes} bytes were asked for" + (f"; {error.hint}" if error.hint else "")
+            raise DriverError(error.call, error.code, rank=error.rank, hint=hint) from error
+
     def check(self, name: str, answer: tuple[Any, ...]) -> None:
         """Raise DriverError if ``answer`` of ``name`` is not success: for callers that hold the function itself."""
         if answer[0] != 0:

@@ -105,6 +105,7 @@ class AllGather:
     _unusable: str | None = "its construction did not complete"
     _closed = False
     _lane: Lane | None = None
+    _drv: Driver
     _remains: Remains
 
     def __init__(
@@ -122,13 +123,13 @@ class AllGather:
         self._comm = Communicator(comm)
         self.rank: int = self._comm.rank
         self.world_size: int = self._comm.size
-        self._drv: Driver = select().for_rank(self.rank)
         self._reports: list[Report] | None = None  # once the device has reported
         self._told = False  # the caller knows
         self._epoch = 0  # how often it was reset
         self._resettable = False
         self._start_counting()
         try:
+            self._drv = self._driver()
             self._construct(
                 rank_capacity_bytes=rank_capacity_bytes,
                 device=device,
@@ -145,6 +146,21 @@ class AllGather:
         _alive.add(self)
         self._finalizer = weakref.finalize(self, Remains.leave, self._remains, 0.2)
         self._finalizer.atexit = False  # _at_exit comes first
+
+    def _driver(self) -> Driver:
+        """This rank's driver. A rank that has none tells the others, and keeps its own error."""
+        wrong = None
+        try:
+            found = select().for_rank(self.rank)
+        except Exception as error:
+            wrong = error
+        try:
+            self._comm.vote("choose the device", wrong)
+        except SetupError:
+            if wrong is not None:
+                raise wrong from None
+            raise
+        return found
 
     def _construct(self, **given: Any) -> None:
         arguments = agreed(self._comm, self._drv, type(self).__name__, self._channel, given)
@@ -455,13 +471,18 @@ class AllGather:
                 self._resettable = True
                 self._keep_for_old_graphs = any(rank.captured for rank in ranks)
             remains = self._remains
+            wrong = None
             for name in list(self._channels):
-                if self._keep_for_old_graphs:
-                    self._channels[name].silence()
-                    remains.parked.append(self._channels[name])
-                else:
-                    self._channels[name].close()
-                del self._channels[name]
+                channel = self._channels.pop(name)
+                try:
+                    if self._keep_for_old_graphs:
+                        remains.parked.append(channel)
+                        channel.silence()
+                    else:
+                        channel.close()
+                except Exception as error:
+                    wrong = error
+            self._comm.vote("free the former mailboxes", wrong)
             remains.captured = False
             self._alarms[:] = memoryview(bytes(4 * _ALARMS)).cast("I")
             self._epoch += 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..driver import Driver, structs
+from ..errors import DriverError
 from ..symmetric.communicator import Communicator
 from ..symmetric.memory import SymmetricMemory
 from .launch import Block, Kernel, load, wide
@@ -55,6 +56,7 @@ class Channel:
         self.plan = plan
         self.rank, self.world = comm.rank, comm.size
         self.state = 0
+        self._scratch = 0  # of the warm-up
         self._side: Any = None
         self.memory = SymmetricMemory(
             comm,
@@ -85,30 +87,32 @@ class Channel:
     def _prepare(self) -> None:
         call = self.drv.call
         self._side = call("cuStreamCreate", structs.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self.state = int(call("cuMemAlloc", self.state_bytes()))
+        self.state = self.drv.allocate("cuMemAlloc", self.state_bytes())
         call("cuMemsetD32Async", self.memory.local, 0, CONTROL_BYTES // 4, self._side)
         call("cuMemsetD32Async", self.state, 0, self.state_bytes() // 4, self._side)
         self.fill()
         self.load()
+        nbytes = self.plan.capacity * PACK_BYTES
+        self._scratch = self.drv.allocate("cuMemAlloc", nbytes * (1 + self.world))
+        call("cuMemsetD8Async", self._scratch, 0, nbytes, self._side)
+        self._first = self.block(self._scratch, self._scratch + nbytes, nbytes, 0, int(self._side))
         call("cuStreamSynchronize", self._side)
 
     def warm_up(self) -> None:
         """Touch every page once: one call of the whole capacity in each generation, which then do not count."""
-        call = self.drv.call
-        nbytes = self.plan.capacity * PACK_BYTES
-        scratch = int(call("cuMemAlloc", nbytes * (1 + self.world)))
         try:
-            call("cuMemsetD8Async", scratch, 0, nbytes, self._side)
-            block = self.block(scratch, scratch + nbytes, nbytes, 0, int(self._side))
             for _ in range(self.generations):
-                block.launch()
-            call("cuStreamSynchronize", self._side)
+                self._first.launch()
+            self.drv.call("cuStreamSynchronize", self._side)
             reports = self.reports()
             if reports:
                 raise error_of(reports, self.rank)
             self.restart_calls()
+        except DriverError:
+            self.tell_left()  # the others' first call need not wait for the deadline
+            raise
         finally:
-            call("cuMemFree", scratch)
+            self._free_scratch()
 
     # What a kind of channel defines
 
@@ -212,8 +216,10 @@ class Channel:
 
     def close(self) -> None:
         """Free everything; collective. The caller has synchronised the streams of the calls."""
-        self._free()
-        self.memory.close()
+        try:
+            self._free()
+        finally:
+            self.memory.close()
 
     def abandon(self) -> None:
         """Free what can be freed without the peers."""
@@ -235,7 +241,13 @@ class Channel:
         self.state, self._side = 0, None
         self.memory.keep()
 
+    def _free_scratch(self) -> None:
+        scratch, self._scratch = self._scratch, 0
+        if scratch:
+            self.drv.call("cuMemFree", scratch)
+
     def _free(self) -> None:
+        self._free_scratch()
         state, self.state = self.state, 0
         side, self._side = self._side, None
         if state:

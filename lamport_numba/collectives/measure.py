@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, Final
 
 from ..arrays import device_array
 from ..driver import Driver, structs
+from ..errors import DriverError
 from ..intake import as_buffer
 from ..symmetric.communicator import Communicator
 from .channel import PACK_BYTES, Channel
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Table", "measure"]
 
@@ -29,43 +33,81 @@ def measure(comm: Communicator, drv: Driver, device: int, channels: Mapping[str,
     """
     middle = max(int((PACK_BYTES * capacity) ** 0.5) // PACK_BYTES, 1) * PACK_BYTES
     sizes = sorted({PACK_BYTES, middle, capacity})
-    source = device_array(capacity, "u1", device=device, drv=drv)
-    target = device_array(capacity * comm.size, "u1", device=device, drv=drv)
-    drv.call("cuMemsetD8", as_buffer(source, drv).address, 0, capacity)
-    stream = drv.call("cuStreamCreate", structs.CUstream_flags.CU_STREAM_NON_BLOCKING)
     table: dict[int, str] = {}
-    try:
+    with ExitStack() as cleanup:
+        with comm.step("allocate what is measured with"):
+            clock = cleanup.enter_context(_Clock(comm, drv, device, capacity))
         for place, size in enumerate(sizes):
-            mine = [_time(comm, drv, channel, source, target, size, stream) for channel in channels.values()]
-            shape = struct.Struct(f"<{len(mine)}d")
-            every = [shape.unpack(text) for text in comm.all_gather(shape.pack(*mine), "measure the transports")]
+            every = comm.agree("measure the transports", *clock.times(channels.values(), size))
             slowest = [max(times) for times in zip(*every, strict=True)]
             fastest = min(zip(slowest, channels, strict=True))[1]
             last = place == len(sizes) - 1
             limit = capacity if last else int((size * sizes[place + 1]) ** 0.5) // PACK_BYTES * PACK_BYTES
             table[limit] = fastest
-    finally:
-        drv.call("cuStreamDestroy", stream)
     return table
 
 
-def _time(comm: Communicator, drv: Driver, channel: Channel, source: Any, target: Any, size: int, stream: Any) -> float:
-    """Microseconds a call of ``size`` bytes through ``channel``, back to back."""
-    addresses = as_buffer(source, drv).address, as_buffer(target, drv).address
-    block = channel.block(*addresses, size, 0, int(stream))
-    start, end = drv.call("cuEventCreate", 0), drv.call("cuEventCreate", 0)
-    times = []
-    try:
-        for _ in range(_ROUNDS):
-            comm.barrier("measure the transports")
-            drv.call("cuEventRecord", start, stream)
-            for _ in range(_CALLS):
-                block.launch()
-            drv.call("cuEventRecord", end, stream)
-            drv.call("cuStreamSynchronize", stream)
-            times.append(float(drv.call("cuEventElapsedTime", start, end)) * 1e3 / _CALLS)
+class _Clock:
+    """A stream, two events and the arrays that are gathered."""
+
+    def __init__(self, comm: Communicator, drv: Driver, device: int, capacity: int) -> None:
+        self._comm = comm
+        self._drv = drv
+        self._source = device_array(capacity, "u1", device=device, drv=drv)
+        self._target = device_array(capacity * comm.size, "u1", device=device, drv=drv)
+        drv.call("cuMemsetD8", as_buffer(self._source, drv).address, 0, capacity)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as cleanup:
+            self._stream = self._made(cleanup, "cuStream", structs.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._start, self._end = (self._made(cleanup, "cuEvent", 0) for _ in range(2))
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def _made(self, cleanup: ExitStack, kind: str, flags: int) -> Any:
+        thing = self._drv.call(f"{kind}Create", flags)
+        cleanup.callback(self._drv.call, f"{kind}Destroy", thing)
+        return thing
+
+    def __exit__(self, *passing: object) -> None:
+        self._cleanup.close()
+
+    def times(self, channels: Collection[Channel], size: int) -> tuple[list[float] | None, Exception | None]:
+        """Microseconds a call of ``size`` bytes through each channel, back to back; or the error that came in between.
+
+        Collective. A rank that fails goes through the rest without a call, and its peers' kernels leave at once.
+        """
+        found, wrong = [], None
+        for channel in channels:
+            rounds = []
+            for _ in range(_ROUNDS):
+                self._comm.barrier("measure the transports")
+                try:
+                    if wrong is None:
+                        rounds.append(self._round(channel, size))
+                except Exception as error:
+                    wrong = error
+                    self._leave(channels)
+            if wrong is None:
+                found.append(min(rounds[1:]))
+        return (found, None) if wrong is None else (None, wrong)
+
+    def _leave(self, channels: Collection[Channel]) -> None:
+        """Let the peers' kernels go, and wait for those of this rank."""
+        with suppress(DriverError):
+            for channel in channels:
+                channel.tell_left()
+                channel.silence()
+            self._drv.call("cuStreamSynchronize", self._stream)
+
+    def _round(self, channel: Channel, size: int) -> float:
+        call = self._drv.call
+        source, target = (as_buffer(array, self._drv).address for array in (self._source, self._target))
+        block = channel.block(source, target, size, 0, int(self._stream))
+        call("cuEventRecord", self._start, self._stream)
+        for _ in range(_CALLS):
+            block.launch()
+        call("cuEventRecord", self._end, self._stream)
+        call("cuStreamSynchronize", self._stream)
         channel.restart_calls()
-    finally:
-        drv.call("cuEventDestroy", start)
-        drv.call("cuEventDestroy", end)
-    return min(times[1:])
+        return float(call("cuEventElapsedTime", self._start, self._end)) * 1e3 / _CALLS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Final
@@ -29,12 +28,19 @@ class Standing:
 def meet(
     comm: Communicator, stage: str, look: Callable[[], Standing], timeout: float | None = None
 ) -> Sequence[Standing]:
-    """Every rank's standing, once all are at rest or it is clear that they never will be. Collective."""
+    """Every rank's standing, once all are at rest or it is clear that they never will be. Collective.
+
+    Raises SetupError on all ranks if ``look`` fails on one.
+    """
     comm.barrier(stage, timeout)  # from here on no rank queues a call
     pause = 0.0
     while True:
-        mine = json.dumps(astuple(look())).encode()
-        ranks = [Standing(*json.loads(text)) for text in comm.all_gather(mine, stage, timeout)]
+        mine, wrong = None, None
+        try:
+            mine = astuple(look())
+        except Exception as error:
+            wrong = error
+        ranks = [Standing(*said) for said in comm.agree(stage, mine, wrong, timeout)]
         if all(rank.at_rest for rank in ranks) or disagreement(ranks) is not None:
             return ranks
         comm.sleep(pause)

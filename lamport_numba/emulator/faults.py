@@ -73,6 +73,7 @@ def inject(
     ``times``: how often, None for ever. ``skip``: how many calls pass first. ``delay``: seconds it sleeps before.
     ``die``: the process is killed there, as by ``kill -9``.
     """
+    from . import driver  # noqa: F401  (it fills the registry)
     from .core import registry
 
     if call not in registry:

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
 from .. import settings
-from ..errors import ClosedError, LamportError, MulticastUnavailable, RendezvousTimeout, SetupError
+from ..errors import ClosedError, LamportError, MulticastUnavailable, PeerTimeout, RendezvousTimeout, SetupError
 
 __all__ = ["Communicator", "OutOfStep", "Step"]
 
@@ -109,16 +109,19 @@ class Communicator:
         """Wait until all ranks have come to ``stage``."""
         self.all_gather(b"", stage, timeout)
 
-    def agree(self, stage: str, value: Any = None, error: BaseException | None = None) -> list[Any]:
+    def agree(
+        self, stage: str, value: Any = None, error: BaseException | None = None, timeout: float | None = None
+    ) -> list[Any]:
         """Every rank's ``value`` (what JSON can carry), in rank order; if any rank has an ``error`` all raise the same.
 
         It is a SetupError that names the lowest rank that failed, the call and the code, and a MulticastUnavailable if
-        that rank's error was one.
+        that rank's error was one. A rank that only waited for another one is not named first.
         """
         ballot = {"value": value} if error is None else {"error": _describe(self.rank, stage, error)}
-        ballots = [json.loads(text) for text in self.all_gather(json.dumps(ballot, default=str).encode(), stage)]
+        ballots = list(map(json.loads, self.all_gather(json.dumps(ballot, default=str).encode(), stage, timeout)))
         failed = [rank for rank, ballot in enumerate(ballots) if "error" in ballot]
         if failed:
+            failed.sort(key=lambda rank: ballots[rank]["error"]["waited"])
             raise _rebuild(ballots[failed[0]]["error"], failed[1:]) from error
         return [ballot["value"] for ballot in ballots]
 
@@ -434,6 +437,7 @@ def _describe(rank: int, stage: str, error: BaseException) -> dict[str, Any]:
         "text": text.removeprefix(f"rank {rank}: "),
         "call": getattr(error, "call", None),
         "code": getattr(error, "code", None),
+        "waited": isinstance(error, PeerTimeout),
         "reason": error.reason if isinstance(error, MulticastUnavailable) else None,
     }
 

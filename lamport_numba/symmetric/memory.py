@@ -16,7 +16,7 @@ from typing import Final
 from .. import driver as seam
 from .. import settings
 from ..driver import structs
-from ..errors import ClosedError, DriverError, RendezvousTimeout, SetupError
+from ..errors import ClosedError, RendezvousTimeout, SetupError
 from . import handles, multicast
 from .communicator import Communicator
 from .ledger import Ledger, Turn
@@ -173,22 +173,13 @@ class SymmetricMemory:
         self.nbytes = -(-nbytes // unit) * unit
         self._alignment = unit if unit & (unit - 1) == 0 else 0  # the driver takes powers of two only
 
-    def _allocate(self) -> int:
-        try:
-            return int(self._drv.call("cuMemCreate", self.nbytes, self._prop, 0))
-        except DriverError as error:
-            if error.code != structs.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-                raise
-            hint = f"{self.nbytes} bytes were asked for; {error.hint}"
-            raise DriverError(error.call, error.code, rank=error.rank, hint=hint) from error
-
     def _create(self, kind: str) -> None:
         """Make this rank's memory, pass its handle round, and map everybody's into one range of addresses."""
         c, drv, ledger = self._communicator, self._drv, self._ledger
         parcel = None
         try:
             with c.step("create memory") as step:
-                self._memory = self._allocate()
+                self._memory = drv.allocate("cuMemCreate", self.nbytes, self._prop, 0)
                 ledger.owe(Turn.RELEASE, "cuMemRelease", self._memory)
                 total = self.nbytes * self.world_size
                 self._base = int(drv.call("cuMemAddressReserve", total, self._alignment, 0, 0))
