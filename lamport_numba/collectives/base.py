@@ -228,7 +228,7 @@ class AllGather:
         if isinstance(error, Exception) and self._comm.healthy:
             self._comm.free()  # all ranks know of the error, and raise too
         else:
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._comm.give_up(f"{type(error).__name__}: {error}")
 
     # The call
 
@@ -605,7 +605,7 @@ class AllGather:
         self._remains.owned = (self._in_flight, self._packer)
         self._remains.leave()
         self._forget(why)
-        self._give_up(why)
+        self._comm.give_up(why)
 
     def _forget(self, why: str) -> None:
         self._forbid(why)
@@ -619,8 +619,3 @@ class AllGather:
         self._unusable = why
         self._alarm = _SET
         self._resettable = False
-
-    def _give_up(self, why: str) -> None:
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is None or not mpi.Is_finalized():
-            self._comm.give_up(why)

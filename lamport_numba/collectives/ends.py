@@ -1,4 +1,4 @@
-"""What an all-gather holds of its device, and how one rank alone gives it back.
+"""What an object of ours holds of its device, and how one rank alone gives it back.
 
 Memory is never unmapped while a kernel of ours may still run: it would fault, and under MPS take every client along.
 So a rank that leaves by itself first sets its own alarm, which makes its kernels leave, then looks for a while whether
@@ -22,12 +22,12 @@ from .channel import Channel
 from .meet import Standing, meet
 from .reports import Report
 
-__all__ = ["Remains", "at_rest", "sweep"]
+__all__ = ["Holdings", "Remains", "at_rest", "sweep"]
 
 log = logging.getLogger("lamport_numba")
 
 _WAIT: Final = 2.0  # seconds that a rank which leaves alone waits for its own kernels
-_kept: deque[Remains] = deque()
+_kept: deque[Holdings] = deque()
 
 
 def at_rest(drv: Driver, stream: int) -> bool:
@@ -40,22 +40,78 @@ def at_rest(drv: Driver, stream: int) -> bool:
     return bool(drv.api.cuStreamQuery(stream)[0] != structs.CUresult.CUDA_ERROR_NOT_READY)
 
 
-class Remains:
-    """Channels, the host's alarm words, and where the calls run; a finaliser owns it when its object is gone.
+class Holdings:
+    """What one object holds of its device, and how its rank alone gives it back; a finaliser owns it when that is gone.
 
-    ``stream`` is the last one used; ``captured`` says that a graph, which can run anywhere, may hold our kernels.
+    ``captured`` says that a graph, which can run anywhere, may hold our kernels.
     """
 
     def __init__(self, drv: Driver, device: int) -> None:
         self.drv = drv
         self.device = device
         self.pid = os.getpid()
+        self.captured = False
+        self.held: tuple[object, ...] = ()  # what kernels that may still run use
+
+    def leave(self, wait: float = _WAIT) -> None:
+        """Give back, without the others, what nothing uses any more. Never raises: finalisers call it."""
+        try:
+            if os.getpid() != self.pid:
+                self.forget()  # a fork's child has nothing of this
+            elif self.anything():
+                with self.drv.current(self.device), self.drv.relaxed():
+                    self.silence()
+                    if not self._try(wait):
+                        log.info("a mailbox is kept until its kernels are known to be over")
+                        _kept.append(self)
+        except Exception as error:  # the context is lost, or the interpreter is ending
+            log.debug("not everything was given back: %s", error)
+            self.forget()
+
+    def _try(self, wait: float) -> bool:
+        if self.captured:
+            return False
+        end = time.monotonic() + wait
+        while not self.streams_rest():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(1e-4)
+        self.give_back()
+        self.held = ()
+        return True
+
+    # What a kind of object defines
+
+    def anything(self) -> bool:
+        """Whether anything is held."""
+        raise NotImplementedError
+
+    def silence(self) -> None:
+        """Set the own alarm, so that the own kernels leave soon."""
+        raise NotImplementedError
+
+    def streams_rest(self) -> bool:
+        """Whether the streams of the own kernels have no work."""
+        raise NotImplementedError
+
+    def give_back(self) -> None:
+        """Free what can be freed without the others; no kernel of ours runs."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Give nothing back before the process ends."""
+        raise NotImplementedError
+
+
+class Remains(Holdings):
+    """An all-gather's: channels, the host's alarm words, and where the calls run. ``stream`` is the last one used."""
+
+    def __init__(self, drv: Driver, device: int) -> None:
+        super().__init__(drv, device)
         self.channels: dict[str, Channel] = {}
         self.parked: list[Channel] = []  # of before a reset: graphs captured then find the alarm there and leave
         self.host = 0
         self.stream: int | None = None
-        self.captured = False
-        self.held: tuple[object, ...] = ()  # what kernels that may still run use
         self.owned: tuple[Any, ...] = ()  # closed with the rest
 
     @property
@@ -85,7 +141,7 @@ class Remains:
         return ranks
 
     def _at_rest(self) -> bool:
-        if self.stream is not None and not at_rest(self.drv, self.stream):
+        if not self.streams_rest():
             return False
         if self.captured:
             self.drv.call("cuCtxSynchronize")  # a graph may run on any stream
@@ -113,46 +169,32 @@ class Remains:
             del self.parked[0]
         self._free_host()
 
-    def leave(self, wait: float = _WAIT) -> None:
-        """Give back, without the others, what nothing uses any more. Never raises: finalisers call it."""
-        try:
-            if os.getpid() != self.pid:
-                self._forget()  # a fork's child has nothing of this
-            elif self.channels or self.parked or self.host:
-                with self.drv.current(self.device), self.drv.relaxed():
-                    for channel in self.all:
-                        channel.silence()
-                    if not self._try(wait):
-                        log.info("a mailbox is kept until its kernels are known to be over")
-                        _kept.append(self)
-        except Exception as error:  # the context is lost, or the interpreter is ending
-            log.debug("not everything was given back: %s", error)
-            self._forget()
+    def anything(self) -> bool:
+        return bool(self.channels or self.parked or self.host)
 
-    def _try(self, wait: float) -> bool:
-        if self.captured:
-            return False
-        end = time.monotonic() + wait
-        while self.stream is not None and not at_rest(self.drv, self.stream):
-            if time.monotonic() >= end:
-                return False
-            time.sleep(1e-4)
+    def silence(self) -> None:
+        for channel in self.all:
+            channel.silence()
+
+    def streams_rest(self) -> bool:
+        return self.stream is None or at_rest(self.drv, self.stream)
+
+    def give_back(self) -> None:
         for channel in self.all:
             channel.leave()
         self.channels.clear()
         self.parked.clear()
         for thing in self.owned:
             thing.close()
-        self.held = self.owned = ()
+        self.owned = ()
         self._free_host()
-        return True
 
     def _free_host(self) -> None:
         host, self.host = self.host, 0
         if host:
             self.drv.call("cuMemFreeHost", host)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         for channel in self.all:
             channel.keep()
         self.channels.clear()

@@ -177,8 +177,17 @@ class Communicator:
         """Whether all ranks are in step, as far as this one knows."""
         return self._over is None and not self._freed
 
+    @property
+    def left(self) -> tuple[int, str] | None:
+        """The lowest rank that is known to have given up outside of any stage, and its reason."""
+        gone = [(rank, answer["reason"]) for rank, answer in self._heard.items() if not answer["stage"]]
+        return min(gone, default=None)
+
     def give_up(self, reason: str) -> None:
         """Tell the others, without waiting, that this rank leaves; they raise SetupError at their next stage."""
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_finalized():
+            return
         if self._over is None and not self._freed and os.getpid() == self._pid:
             self._over = ClosedError(f"this rank gave up: {reason}")
             self._call_roll("", (), reason)
