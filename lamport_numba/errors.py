@@ -149,7 +149,7 @@ class PeerTimeout(LamportError):
     Attributes: ``rank`` (the missing one), ``call`` (number of the call that waited), ``seconds`` (how long).
     """
 
-    def __init__(self, rank: int, call: int, seconds: float, *, detail: str | None = None) -> None:
+    def __init__(self, rank: int, call: int | None, seconds: float, *, detail: str | None = None) -> None:
         text = f"rank {rank} was missing in call {call}: nothing came from it for {seconds:g} s"
         super().__init__(f"{text}; {detail}" if detail else text)
         self.rank = rank
@@ -159,14 +159,23 @@ class PeerTimeout(LamportError):
 
 
 class PeerLeft(PeerTimeout):
-    """A peer abandoned the all-gather before ``call``, most often because an exception was passing there."""
+    """A peer left without the others, most often because an exception was passing there.
 
-    def __init__(self, rank: int, call: int) -> None:
-        super().__init__(rank, call, 0.0)
-        self.args = (f"rank {rank} left before call {call}: it abandoned the all-gather; its own error says why",)
+    ``call`` is the one before which it abandoned an all-gather. Of a mailbox's memory it is None, and ``detail`` is
+    that rank's reason.
+    """
+
+    def __init__(self, rank: int, call: int | None, *, cause: str | None = None) -> None:
+        super().__init__(rank, call, 0.0, detail=cause)
+        text = f"rank {rank} left before call {call}: it abandoned the all-gather; its own error says why"
+        self.args = (text if cause is None else f"rank {rank} left: {cause}",)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return PeerLeft, (self.rank, self.call)
+        return _rebuild_peer_left, (self.rank, self.call, self.detail)
+
+
+def _rebuild_peer_left(rank: int, call: int | None, cause: str | None) -> PeerLeft:
+    return PeerLeft(rank, call, cause=cause)
 
 
 class MailboxTimeout(LamportError):

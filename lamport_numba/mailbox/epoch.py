@@ -10,7 +10,8 @@ import numpy as np
 from .. import ptx
 from ..arrays import to_device
 from ..driver import Driver
-from ..streams import as_stream
+from ..streams import as_stream, is_capturing
+from .holdings import MailboxHoldings
 
 _THREADS = 256
 LAST_TAG = 2**32 - 1
@@ -27,12 +28,22 @@ class Epoch:
         drv, device: where it lives.
         peer: address of the two buffers of peer regions, each of ``peer_bytes``.
         scratch: address of the scratch regions, of ``scratch_bytes``. Around the wrap of the tag both are zeroed.
+        holdings: who wants to know the streams of the launches, so that nothing is freed under them.
     """
 
     def __init__(
-        self, drv: Driver, device: int, *, peer: int = 0, peer_bytes: int = 0, scratch: int = 0, scratch_bytes: int = 0
+        self,
+        drv: Driver,
+        device: int,
+        *,
+        peer: int = 0,
+        peer_bytes: int = 0,
+        scratch: int = 0,
+        scratch_bytes: int = 0,
+        holdings: MailboxHoldings,
     ) -> None:
         self._drv = drv
+        self._holdings = holdings
         self._device = device
         with drv.current(device):
             self.state = to_device(np.zeros(2, np.uint32), device=device, drv=drv)
@@ -42,11 +53,16 @@ class Epoch:
         self._pointers = (ctypes.c_void_p * len(numbers))(*(ctypes.addressof(value) for value in self._values))
 
     def advance(self, stream: Any = None) -> None:
-        """Queue the step to the next launch's tag and parity. Raises DriverError."""
+        """Queue the step to the next launch's tag and parity. Raises DriverError, or ValueError for no stream."""
+        handle = as_stream(stream)
         with self._drv.current(self._device):
+            if is_capturing(self._drv, handle):
+                self._holdings.captured = True
+            else:
+                self._holdings.streams.add(handle)
             self._drv.call(
                 "cuLaunchKernel",
-                *(self._function, 1, 1, 1, _THREADS, 1, 1, 0, as_stream(stream)),
+                *(self._function, 1, 1, 1, _THREADS, 1, 1, 0, handle),
                 *(ctypes.addressof(self._pointers), 0),
             )
 
