@@ -219,6 +219,27 @@ def construct(comm, layouts, timeouts=(LONG, LONG)):
     return None
 
 
+DIFFERENT = [
+    ({"peer": {"a": 2, "b": 16}}, {"peer": {"b": 16, "a": 2}}),  # order
+    ({"peer": {"a": 2}}, {"peer": {"b": 2}}),  # names
+    ({"peer": {"a": 2}}, {"peer": {"a": 3}}),  # pairs, in one line of memory
+    ({"peer": {"a": 2}}, {"scratch": {"a": 2}}),  # spaces
+    ({"scratch": {"a": 2}}, {"scratch": {"a": 3}}),
+]
+
+
+@pytest.mark.parametrize("layouts", DIFFERENT)
+def test_layouts_that_differ(layouts):
+    found = ranks.each(construct, 2, layouts=layouts)
+    assert found[0] == found[1]
+    kind, text = found[0]
+    assert kind == "SetupError"
+    for rank, layout in enumerate(layouts):
+        assert f"rank {rank}: {MailboxLayout(**layout)!r}" in text
+    assert "the same names, in the same order" in text
+    assert ranks.each(construct, 2, layouts=[layouts[0]] * 2) == [None, None]
+
+
 def test_an_argument_of_one_rank():
     layout = {"peer": {"a": 2}}
     mine, theirs = ranks.each(construct, 2, layouts=[layout] * 2, timeouts=[-1.0, LONG])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import settings
+from .._version import __version__
 from ..arrays import to_device
 from ..collectives.arguments import naming
 from ..collectives.ends import sweep
@@ -53,7 +54,7 @@ class MailboxMemory:
     Raises:
         ValueError, TypeError: a layout with peer regions and no communicator, or an argument that is not accepted, on
             its rank; SetupError on the others.
-        SetupError and its kinds: on all ranks alike, if the set-up fails on one.
+        SetupError and its kinds: on all ranks alike, if the set-up fails on one, or if the layouts differ.
     """
 
     _closed = True  # until it is built
@@ -93,6 +94,7 @@ class MailboxMemory:
         holdings = self._holdings = MailboxHoldings(self._drv, self.device)
         mine = 0
         if comm is not None:
+            require_equal_layouts(comm, self.layout)
             if self.layout.peer_bytes:
                 share = settings.get("SHARE_DEVICE") if share_device is None else bool(share_device)
                 holdings.symmetric = SymmetricMemory(
@@ -247,3 +249,19 @@ class MailboxMemory:
     def __del__(self) -> None:
         if not self._closed and not sys.is_finalizing():
             warnings.warn(f"unclosed MailboxMemory of rank {self.rank}", ResourceWarning, 2, self)
+
+
+def require_equal_layouts(comm: Communicator, layout: MailboxLayout) -> None:
+    """Compare all ranks' layouts; collective. Equal bytes are not enough: offsets are constants of each rank's kernel.
+
+    Raises SetupError on all ranks, with every rank's layout.
+    """
+    text = f"{layout!r} of lamport-numba {__version__}"
+    said = [words.decode() for words in comm.all_gather(text.encode(), "compare the layouts")]
+    if len(set(said)) > 1:
+        rows = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
+        raise SetupError(
+            f"ranks were given different layouts: {rows}. Give every rank the same names, in the same order, with the "
+            "same numbers of pairs",
+            step="compare the layouts",
+        )
