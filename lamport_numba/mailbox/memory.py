@@ -86,7 +86,7 @@ class MailboxMemory:
         self._finalizer = weakref.finalize(self, MailboxHoldings.leave, self._holdings, 0.2)
         self._finalizer.atexit = False
         # By atexit and not by the finaliser: it must come before the end of the emulated device, which began earlier.
-        atexit.register(self._holdings.leave, 0.2)
+        atexit.register(self._holdings.leave)
 
     def _construct(self, device: int | None, timeout: float | None, share_device: bool | None) -> None:
         comm = self._comm
