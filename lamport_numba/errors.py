@@ -181,17 +181,25 @@ def _rebuild_peer_left(rank: int, call: int | None, cause: str | None) -> PeerLe
 class MailboxTimeout(LamportError):
     """A poll of a tagged mailbox waited past its deadline.
 
-    Attributes: ``region``, ``pair`` (the first stale one), ``expected`` and ``seen`` (tags; 0 is a pair that was never
-    put), ``seconds``, ``rank`` (the one that waited).
+    Attributes: ``region``, ``pair`` (the first stale one), ``expected`` (0: the epoch was never advanced) and ``seen``
+    (tags; 0 is a pair that was never put), ``seconds``, ``rank`` (the one that waited).
     """
 
     def __init__(
         self, region: str, pair: int, expected: int, seen: int, seconds: float, *, rank: int | None = None
     ) -> None:
-        had = "nothing was ever put there" if seen == 0 else f"it held tag {seen}"
-        super().__init__(
-            f"{on_rank(rank)}waited {seconds:g} s for pair {pair} of region {region!r} with tag {expected}; {had}"
-        )
+        what = f"waited {seconds:g} s for pair {pair} of region {region!r} with tag {expected}"
+        if expected == 0:
+            what = f"a poll of pair {pair} of region {region!r} was launched with tag 0, which no pair ever matches"
+            had = "the epoch was never advanced: call epoch.advance(stream) before every launch, on its stream"
+        elif seen == 0:
+            had = (
+                "nothing was ever put there. Did every rank call epoch.advance and launch, does the kernel put to this "
+                "pair, and do all CTAs that wait for each other fit on the device at once?"
+            )
+        else:
+            had = f"it held tag {seen}"
+        super().__init__(f"{on_rank(rank)}{what}; {had}")
         self.region = region
         self.pair = pair
         self.expected = expected

@@ -16,7 +16,7 @@ from helpers import mpirun, ranks
 
 import lamport_numba
 from lamport_numba.collectives.ends import sweep
-from lamport_numba.errors import DriverError, LamportError, PeerLeft
+from lamport_numba.errors import DriverError, LamportError, MailboxTimeout, PeerLeft
 from lamport_numba.mailbox import Mailbox, MailboxLayout, MailboxMemory, int_of, kernel, preg
 from lamport_numba.mailbox.holdings import MailboxHoldings
 
@@ -246,3 +246,38 @@ def test_an_argument_of_one_rank():
     assert mine == ["ValueError", "rank 0: timeout is -1.0: a positive number of seconds is needed"]
     assert theirs[0] == "SetupError"
     assert "rank 0 failed at 'check the arguments': timeout is -1.0" in theirs[1]
+
+
+# A launch without its epoch
+
+
+def run_unadvanced(comm, forgets):
+    """What each rank hears when the first launch of some is not preceded by epoch.advance."""
+    party = Party(comm, timeout=LONG if len(forgets) == comm.Get_size() else 0.5)
+    party.launch(advance=party.rank not in forgets, value=7)
+    ranks.synchronise()
+    comm.Barrier()
+    try:
+        party.memory.check()
+    except MailboxTimeout as error:
+        return [error.expected, error.seen, str(error)]
+    finally:
+        party.memory.close()
+    return None
+
+
+def test_a_first_launch_without_advance_matches_nothing():
+    """On all ranks: neither zeroed memory nor what the others put counts, and no deadline is waited for."""
+    for rank, (expected, seen, text) in enumerate(ranks.each(run_unadvanced, 2, forgets=[0, 1])):
+        assert (expected, seen) == (0, 0)
+        assert f"rank {rank}: a poll of pair" in text
+        assert "the epoch was never advanced" in text
+
+
+def test_a_first_launch_without_advance_on_one_rank():
+    mine, theirs = ranks.each(run_unadvanced, 2, forgets=[0])
+    assert mine[0] == 0
+    assert "the epoch was never advanced" in mine[2]
+    assert theirs[:2] == [1, 0]
+    assert "nothing was ever put there" in theirs[2]
+    assert "epoch.advance" in theirs[2]

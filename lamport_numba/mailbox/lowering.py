@@ -82,7 +82,10 @@ def _lower_region(context: Any, builder: Any, sig: Any, args: Any) -> Any:
 @lower("Mailbox", _ANY)
 def _lower_mailbox(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     mailbox = cgutils.create_struct_proxy(sig.return_type)(context, builder)
-    mailbox.tag = context.cast(builder, args[0], sig.args[0], types.uint32)
+    tag = mailbox.tag = context.cast(builder, args[0], sig.args[0], types.uint32)
+    # An epoch that was never advanced has tag 0, as zeroed memory has: no pair that is there or put may match it.
+    never = builder.icmp_unsigned("==", tag, ir.Constant(_WORD, 0))
+    mailbox.wanted = builder.select(never, ir.Constant(_WORD, 1), tag)
     mailbox.control = ir.Constant(_LONG, 0)
     if sig.return_type.bounded:
         mailbox.control = ptx.to_global(builder, context.cast(builder, args[1], sig.args[1], types.uint64))
@@ -190,7 +193,7 @@ def _poll_batch(builder: Any, kind: MailboxType, mailbox: Any, batch: list[Any])
     tags = [_tag_of(builder, pair) for each in loaded for pair in each]
     difference = ir.Constant(_WORD, 0)
     for tag in tags:
-        difference = builder.or_(difference, builder.xor(tag, mailbox.tag))
+        difference = builder.or_(difference, builder.xor(tag, mailbox.wanted))
     fresh = builder.icmp_unsigned("==", difference, ir.Constant(_WORD, 0))
     builder.cbranch(fresh, done, stale)
 
@@ -229,6 +232,7 @@ def _watch(builder: Any, mailbox: Any, batch: Any, tags: Any, state: tuple[Any, 
     timeout = ptx.load_long(builder, builder.add(mailbox.control, ir.Constant(_LONG, CONTROL_TIMEOUT)))
     others = builder.icmp_unsigned("!=", alarm, ir.Constant(_WORD, 0))
     late = builder.icmp_unsigned(">=", waited, timeout)
+    late = builder.or_(late, builder.icmp_unsigned("==", mailbox.tag, ir.Constant(_WORD, 0)))  # nothing can come
     rounds.add_incoming(counted, builder.block)
     start.add_incoming(since, builder.block)
     builder.cbranch(builder.or_(others, late), give_up, round_)
@@ -264,7 +268,7 @@ def _first_stale(builder: Any, mailbox: Any, batch: Any, tags: Any) -> tuple[Any
     where: Any = ir.Constant(_LONG, 0)
     seen: Any = mailbox.tag
     for (number, index), tag in reversed(list(zip(pairs, tags, strict=True))):
-        stale = builder.icmp_unsigned("!=", tag, mailbox.tag)
+        stale = builder.icmp_unsigned("!=", tag, mailbox.wanted)
         region = builder.select(stale, ir.Constant(_WORD, number), region)
         where = builder.select(stale, index, where)
         seen = builder.select(stale, tag, seen)

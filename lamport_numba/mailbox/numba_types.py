@@ -93,7 +93,8 @@ class _AddressModel(data_models.PrimitiveModel):  # type: ignore[misc]
 @register_model(MailboxType)
 class _MailboxModel(data_models.StructModel):  # type: ignore[misc]
     def __init__(self, dmm: Any, fe_type: Any) -> None:
-        super().__init__(dmm, fe_type, [("tag", types.uint32), ("control", types.uint64)])
+        members = [("tag", types.uint32), ("wanted", types.uint32), ("control", types.uint64)]
+        super().__init__(dmm, fe_type, members)  # polls match "wanted": the tag, but for 0
 
 
 @register_model(Method)  # type: ignore[untyped-decorator]
