@@ -51,6 +51,20 @@ def test_layouts_that_are_refused(scratch, peer, says):
         MailboxLayout(scratch=scratch, peer=peer)
 
 
+def test_a_region_that_is_not_there():
+    with pytest.raises(KeyError, match="no region is named 'inbx'; expected one of 'a', 'inbox'"):
+        MailboxLayout(scratch={"a": 1}, peer={"inbox": 1}).offset("inbx")
+
+
+def test_a_kernel_that_is_called_without_a_grid():
+    @kernel
+    def nothing(x):
+        pass
+
+    with pytest.raises(TypeError, match=r"<Kernel nothing> was called .* nothing\[grid, block\]"):
+        nothing(1)
+
+
 def test_a_one_dimensional_array_is_seven_parameters():
     array = Words(0x1000, 12)
     kind = _type_of(array)

@@ -6,7 +6,7 @@ import ctypes
 import re
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numba import cuda
@@ -52,6 +52,12 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<Kernel {self.function.__name__}>"
+
+    def __call__(self, *arguments: Any) -> NoReturn:
+        raise TypeError(
+            f"{self!r} was called without a grid and a block: launch it as "
+            f"{self.function.__name__}[grid, block](...), or [grid, block, stream](...)"
+        )
 
     def __getitem__(self, configuration: Any) -> Callable[..., None]:
         """Configure a launch: ``[grid, block]``, ``[grid, block, stream]`` or ``[grid, block, stream,

@@ -70,6 +70,8 @@ class MailboxLayout:
         return at
 
     def __getitem__(self, name: str) -> Region:
+        if name not in self._regions:
+            raise KeyError(f"no region is named {name!r}; expected one of {', '.join(map(repr, self._regions))}")
         return self._regions[name]
 
     def __iter__(self) -> Iterator[Region]:
@@ -80,7 +82,7 @@ class MailboxLayout:
 
     def offset(self, name: str) -> int:
         """Bytes from the start of its space to a region; for a peer region, in the buffer of parity 0."""
-        return self._regions[name].offset
+        return self[name].offset
 
     def named(self, number: int) -> str:
         """The region that a report names by ``number``."""
