@@ -23,3 +23,16 @@ def test_the_program_in_the_readme_runs(tmp_path):
     program.write_text(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1))
     done = mpirun.command([str(program)], 4, env={"LAMPORT_NUMBA_DEVICE": "emulated"})
     assert done.stdout.count("[0. 0. 1. 1. 2. 2. 3. 3.]") == 4  # ranks may write into each other's lines
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_programs_about_the_tagged_mailbox_run(tmp_path, world):
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tagged.md").read_text(), re.DOTALL)
+    assert len(programs) == 2
+    said = []
+    for number, text in enumerate(programs):
+        program = tmp_path / f"program{number}.py"
+        program.write_text(text)
+        said.append(mpirun.command([str(program)], world, env={"LAMPORT_NUMBA_DEVICE": "emulated"}).stdout)
+    assert said[0].count("-9223372036854775808") == world * world
+    assert said[1].count(f"[{sum(range(world))}.]") == 3 * world
