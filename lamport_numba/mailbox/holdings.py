@@ -31,9 +31,14 @@ class MailboxHoldings(Holdings):
             self.drv.call("cuStreamSynchronize", self.side)
 
     def streams_rest(self) -> bool:
-        """Of a stream that was destroyed nobody knows: what ran there may still run."""
-        done = structs.CUresult.CUDA_SUCCESS
-        return all(self.drv.api.cuStreamQuery(stream)[0] == done for stream in self.streams)
+        """Of a stream that was destroyed or is captured nobody knows: what ran there may still run."""
+        return all(self._rests(stream) for stream in self.streams)
+
+    def _rests(self, stream: int) -> bool:
+        code, *status = self.drv.api.cuStreamIsCapturing(stream)
+        if code or status[0] != structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            return False
+        return bool(self.drv.api.cuStreamQuery(stream)[0] == structs.CUresult.CUDA_SUCCESS)
 
     def give_back(self) -> None:
         symmetric, self.symmetric = self.symmetric, None
