@@ -114,6 +114,17 @@ def main() -> int:
     if options.list or options.out is None:
         print("\n".join(f"{step.name:<24}{step.limit:>6.0f} s  {' '.join(step.command)}" for step in wanted))
         return 0 if options.list else 2
+    survey = subprocess.run(
+        [sys.executable, "-m", "lamport_numba", "info", "--device", "cuda"],
+        env={**os.environ, **NO_MULTICAST},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if survey.returncode:
+        print(f"{survey.stdout}{survey.stderr}no usable GPU: nothing was run")
+        return 1
     options.out.mkdir(parents=True, exist_ok=True)
     mps = options.plan == "mps" and not options.no_mps
     with _mps() if mps else contextlib.nullcontext({}) as environment:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -68,6 +69,20 @@ def test_steps_have_names_of_their_own_and_commands_that_exist(plan):
     )
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == len(steps)
+
+
+@pytest.mark.parametrize("plan", sorted(session.PLANS))
+def test_a_session_without_a_gpu_is_refused_before_anything_is_made(plan, tmp_path):
+    done = subprocess.run(
+        [sys.executable, FOLDER / "gpu_session.py", tmp_path / "out", "--plan", plan],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.endswith("no usable GPU: nothing was run\n")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_session_keeps_status_output_and_what_had_no_time(tmp_path):

@@ -1,8 +1,11 @@
 """A rank is killed or stopped, in set-up, between calls, in the middle of a graph: the others say who is missing."""
 
+import importlib.util
 import os
 import signal
+import sys
 import time
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from helpers.ranks import synchronise
 from lamport_numba import LamportAllGather, to_device
 from lamport_numba.errors import PeerTimeout, RendezvousTimeout
 
+GPU_SUITE = mpirun.TESTS / "gpu" / "faults.py"
 LONGEST = 20.0  # until a survivor has raised: the machine of a test may be busy
 MATRIX = [
     (how, where, ranks)
@@ -131,3 +135,29 @@ def test_the_faults_of_the_gpu_suite(function, kind):
     found = mpirun.run(function, 3)
     assert found == [found[0]] * 3
     assert found[0]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("said", "well"),
+    [
+        ({"type": "PeerTimeout", "rank": 3}, True),
+        ({"type": "DriverError", "message": "cuStreamSynchronize failed"}, True),
+        ({"type": "PeerTimeout", "rank": 1}, False),
+        ({"type": "FileNotFoundError", "message": "nvidia-smi"}, False),
+        ("nothing was raised", False),
+        (None, False),
+    ],
+)
+def test_what_a_survivor_on_a_gpu_may_say(said, well):
+    spec = importlib.util.spec_from_file_location("gpu_faults", GPU_SUITE)
+    module = importlib.util.module_from_spec(spec)
+    with patch.object(sys, "path", [*sys.path]):
+        spec.loader.exec_module(module)
+    assert module.is_well(said, 3) == well
+
+
+def test_the_gpu_suite_of_faults_refuses_where_there_is_no_gpu():
+    done = mpirun.command([str(GPU_SUITE)], None, env={"CUDA_VISIBLE_DEVICES": ""}, check=False)
+    assert done.returncode == 1
+    assert done.stdout.endswith("no usable GPU: nothing was run\n")
+    assert '"well": true' not in done.stdout

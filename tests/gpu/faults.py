@@ -32,6 +32,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     parser.add_argument("--own-gpus", action="store_true", help="one GPU a rank: no MPS")
     options = parser.parse_args()
+    survey = mpirun.command(["-m", "lamport_numba", "info", "--device", "cuda"], None, env=ENV, check=False)
+    if survey.returncode:
+        print(survey.stdout + survey.stderr)
+        print("no usable GPU: nothing was run")
+        return 1
     found: list[dict[str, Any]] = []
     with nullcontext() if options.own_gpus else mps.service() as variables:
         env = {**ENV, **(variables or {})}
@@ -69,12 +74,15 @@ def killed(where: str, ranks: int, env: dict[str, str]) -> dict[str, Any]:
         said = deaths.run(faults.survive, ranks, victims=(victim,), timeout=90, env=env, **arguments)
     except mpirun.RanksFailed as error:
         said = error.results
-    survivors = [one for rank, one in enumerate(said) if rank != victim]
-    well = all(
-        one is not None and ("error" in one or (isinstance(one["value"], dict) and "type" in one["value"]))
-        for one in survivors
-    )
-    return {**what, "well": well, "said": [short(one) for one in survivors]}
+    survivors = [short(one) for rank, one in enumerate(said) if rank != victim]
+    return {**what, "well": all(is_well(one, victim) for one in survivors), "said": survivors}
+
+
+def is_well(said: Any, victim: int) -> bool:
+    """Whether a survivor said what is meant: who was missing, or that the driver has ended it."""
+    if not isinstance(said, dict):
+        return False
+    return said.get("type") == "DriverError" or (said.get("type") == "PeerTimeout" and said.get("rank") == victim)
 
 
 def short(report: dict[str, Any] | None) -> Any:
