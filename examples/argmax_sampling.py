@@ -1,5 +1,4 @@
-"""Draw tokens from a vocabulary that is sharded over the ranks: every rank's best candidate to every rank, in one
-launch.
+"""Draw tokens from a vocabulary that is sharded over the ranks: all ranks' best candidates meet in one launch.
 
     mpirun -n 4 python examples/argmax_sampling.py --steps 20
 
@@ -121,10 +120,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--share-device", action="store_true", help="let ranks share a GPU")
     options = parser.parse_args(arguments)
     comm = MPI.COMM_WORLD
+    least = THREADS * comm.Get_size()
+    if options.steps < 1 or options.vocabulary < least:
+        parser.error(f"--steps is at least 1, --vocabulary at least {THREADS} a rank, {least} in all")
     tokens = run(comm, vocabulary=options.vocabulary, steps=options.steps, share_device=options.share_device or None)
     agreed = len(set(map(tuple, comm.allgather(tokens)))) == 1
     if comm.Get_rank() == 0:
-        print(f"{comm.Get_size()} ranks drew {tokens}: {'all agree with numpy' if agreed else 'ranks DIFFER'}")
+        ranks = f"{comm.Get_size()} rank{'s'[: comm.Get_size() > 1]}"
+        print(f"{ranks} drew {tokens}: {'all agree with numpy' if agreed else 'ranks DIFFER'}")
     return 0 if agreed else 1
 
 

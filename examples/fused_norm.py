@@ -122,12 +122,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="vectors (default %(default)s)")
     parser.add_argument("--share-device", action="store_true", help="let ranks share a GPU")
     options = parser.parse_args(arguments)
+    if min(options.length, options.steps) < 1:
+        parser.error("--length and --steps are at least 1")
     comm = MPI.COMM_WORLD
     worst = run(comm, length=options.length, steps=options.steps, share_device=options.share_device or None)
     worst = max(comm.allgather(worst))
     if comm.Get_rank() == 0:
-        what = f"{comm.Get_size()} ranks, {options.steps} vectors of {options.length} floats a rank"
-        print(f"{what}: largest relative error {worst:.1e}")
+        ranks = f"{comm.Get_size()} rank{'s'[: comm.Get_size() > 1]}"
+        print(f"{ranks}, {options.steps} vectors of {options.length} floats a rank: largest relative error {worst:.1e}")
     return 0 if worst < 1e-5 else 1
 
 

@@ -159,6 +159,8 @@ def main() -> int:
         "--device", choices=["auto", "cuda", "emulated"], help="default: LAMPORT_NUMBA_DEVICE, else auto"
     )
     options = parser.parse_args()
+    if options.top < 1:
+        parser.error("--top is at least 1")
     if options.device:
         os.environ["LAMPORT_NUMBA_DEVICE"] = options.device
     from mpi4py import MPI

@@ -101,6 +101,39 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "lamport_numba demo: interrupted\n"
 
 
+BAD = [
+    ["bench", "--samples", "0"],
+    ["bench", "--calls", "0"],
+    ["bench", "--eager-calls", "-3"],
+    ["bench", "--link-rate", "0"],
+    ["bench", "--link-rate", "-5"],
+    ["bench", "--timeout", "0"],
+    ["stress", "--timeout", "nan"],
+    ["stress", "--burst", "0"],
+    ["selftest", "--timeout", "-1"],
+]
+
+
+@pytest.mark.parametrize("words", BAD, ids=" ".join)
+def test_an_option_that_means_nothing_is_refused(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 2
+    assert f"argument {words[1]}: '{words[2]}' is not a" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["bench", "--device", "emulated", "--plot", "p.png"]) == 2
+    assert "pip install matplotlib, or the extra `plot`" in capsys.readouterr().err
+
+
+def test_more_ranks_than_there_can_be_are_refused(monkeypatch):
+    monkeypatch.setattr("lamport_numba.collectives.reports.MAX_WORLD", 0)
+    with pytest.raises(_common.CannotStart, match="1 ranks were started; expected at most 0"):
+        _common.world()
+
+
 def test_a_bad_setting_is_one_line():
     done = mpirun.command(
         ["-m", "lamport_numba", "info"],

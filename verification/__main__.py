@@ -23,6 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--write", action="store_true", help="write the tables into docs/verification.md")
     what.add_argument("--check", action="store_true", help="fail unless docs/verification.md shows these very results")
     options = parser.parse_args(arguments)
+    if not any(options.only in f"{case.name}, {case.instance}" for case in SAFE + BROKEN):
+        parser.error(f"--only {options.only}: no case's name or instance contains it")
     if (options.write or options.check) and (options.quick or options.only):
         parser.error("--write and --check need every case: leave out --quick and --only")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -35,6 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def positive(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """A number above 0, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
 def asked_device(options: argparse.Namespace) -> str:
     """The device that was asked for, by option or by variable."""
     from .. import settings
@@ -58,10 +77,14 @@ def world() -> Any:
     """
     from mpi4py import MPI
 
+    from ..collectives.reports import MAX_WORLD
+
     said, size = launched(), MPI.COMM_WORLD.Get_size()
     complaint = mismatch(said, size, MPI.Get_library_version())
+    if complaint is None and size > MAX_WORLD:
+        complaint = f"{size} ranks were started; expected at most {MAX_WORLD}"
     if complaint is not None:
-        raise CannotStart(complaint if said.rank == 0 else "")
+        raise CannotStart(complaint if said.rank in (0, None) and MPI.COMM_WORLD.Get_rank() == 0 else "")
     return MPI.COMM_WORLD
 
 

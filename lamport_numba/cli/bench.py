@@ -10,6 +10,7 @@ installed, or cannot work here, is left out with the reason.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -31,13 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help="dtype of the arrays (float32)")
     parser.add_argument("--mode", default="graph,eager", metavar="LIST", help="graph, eager, latency (graph,eager)")
     parser.add_argument("--against", default="", metavar="LIST", help="nccl, nvshmem, mpi, tagged")
-    parser.add_argument("--samples", type=int, metavar="N", help="samples of each figure (20; emulated: 5)")
-    parser.add_argument("--calls", type=int, metavar="N", help="calls of a graph (100; emulated: 20)")
-    parser.add_argument("--eager-calls", type=int, metavar="N", help="calls queued one by one (1000; emulated: 100)")
     parser.add_argument(
-        "--link-rate", type=float, metavar="GB/S", help="one way, for the floor (450 between GPUs, else a copy's)"
+        "--samples", type=_common.positive, metavar="N", help="samples of each figure (20; emulated: 5)"
     )
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds a call waits for a rank (30)")
+    parser.add_argument("--calls", type=_common.positive, metavar="N", help="calls of a graph (100; emulated: 20)")
+    parser.add_argument(
+        "--eager-calls", type=_common.positive, metavar="N", help="calls queued one by one (1000; emulated: 100)"
+    )
+    parser.add_argument(
+        "--link-rate",
+        type=_common.above_zero,
+        metavar="GB/S",
+        help="one way, for the floor (450 between GPUs, else a copy's)",
+    )
+    parser.add_argument(
+        "--timeout", type=_common.above_zero, default=30.0, metavar="S", help="seconds a call waits for a rank (30)"
+    )
     parser.add_argument("--no-pdl", action="store_true", help="launch without the programmatic attribute")
     parser.add_argument(
         "--variant",
@@ -62,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
     _common.check_file(comm, "--json", options.json)
     if options.plot and Path(options.plot).suffix not in (".pdf", ".svg", ".png"):
         raise _common.CannotStart(f"--plot {options.plot}: expected a file that ends with .pdf, .svg or .png")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise _common.CannotStart("--plot needs matplotlib: pip install matplotlib, or the extra `plot`")
     _common.check_file(comm, "--plot", options.plot)
     first = comm.Get_rank() == 0
     result = measure.run(comm, plan, show=_Printer(plan.modes) if first else None)

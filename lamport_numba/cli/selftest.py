@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a report")
     parser.add_argument("--case", action="append", metavar="NAME", help="only this one; may be given several times")
     parser.add_argument("--list", action="store_true", help="list the cases and run none")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds that a call waits for its peers (30)")
+    parser.add_argument(
+        "--timeout", type=_common.above_zero, default=30.0, help="seconds that a call waits for its peers (30)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

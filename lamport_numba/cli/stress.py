@@ -39,12 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs, with a few calls between them")
     parser.add_argument("--chunk", type=count, default=100, metavar="N", help="calls in a graph (100)")
     parser.add_argument(
-        "--burst", type=int, default=8, metavar="N", help="at most so many calls without a check between (8)"
+        "--burst",
+        type=_common.positive,
+        default=8,
+        metavar="N",
+        help="at most so many calls without a check between (8)",
     )
     parser.add_argument(
         "--fabric", choices=("immediate", "adversarial"), help="how stores travel on the emulated device"
     )
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds a call waits for a rank (30)")
+    parser.add_argument(
+        "--timeout", type=_common.above_zero, default=30.0, metavar="S", help="seconds a call waits for a rank (30)"
+    )
     parser.add_argument("--no-pdl", action="store_true", help="launch without the programmatic attribute")
     parser.add_argument(
         "--foreign",
@@ -89,8 +95,6 @@ def run(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace, kind: str) -> Options:
     from ..bench import sizes, stress
 
-    if options.burst < 1:
-        raise _common.CannotStart(f"--burst {options.burst}: expected at least 1")
     try:
         spans = sizes.parse(options.sizes or ("16-256K" if kind == "cuda" else "16-4K"))
     except ValueError as error:
