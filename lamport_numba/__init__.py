@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from .errors import SettingError as SettingError
     from .errors import SetupError as SetupError
     from .errors import StreamError as StreamError
+    from .graphs import Graph as Graph
+    from .graphs import Stream as Stream
 
 # public name -> module that defines it; the imports above tell type checkers the same
 _PUBLIC: dict[str, str] = {
@@ -73,6 +75,8 @@ _PUBLIC: dict[str, str] = {
     "SettingError": ".errors",
     "SetupError": ".errors",
     "StreamError": ".errors",
+    "Graph": ".graphs",
+    "Stream": ".graphs",
     "run_ranks": ".emulator.ranks",
 }
 

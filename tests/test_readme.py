@@ -36,3 +36,11 @@ def test_the_programs_about_the_tagged_mailbox_run(tmp_path, world):
         said.append(mpirun.command([str(program)], world, env={"LAMPORT_NUMBA_DEVICE": "emulated"}).stdout)
     assert said[0].count("-9223372036854775808") == world * world
     assert said[1].count(f"[{sum(range(world))}.]") == 3 * world
+
+
+def test_the_program_of_the_page_on_arrays_captures_a_graph(tmp_path):
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "arrays.md").read_text(), re.DOTALL)
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    said = mpirun.command([str(program)], 2, env={"LAMPORT_NUMBA_DEVICE": "emulated"}).stdout
+    assert said.count("[0. 0. 0. 0. 0. 0. 0. 0. 1. 1. 1. 1. 1. 1. 1. 1.]") == 2
