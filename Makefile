@@ -16,7 +16,8 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
+	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | \
+	    awk -F '\t' '{printf "  make %-17s%s\n", $$1, $$2}'
 
 # Made anew when pyproject.toml changes, or another PYTHON or other EXTRAS are asked for.
 $(VENV)/.installed-%: pyproject.toml
@@ -31,6 +32,7 @@ $(VENV)/.installed-%: pyproject.toml
 	@touch $@
 
 demo: $(READY) ## real data gathered by N=4 ranks, compared with MPI
+	@case "$(N)" in ''|*[!0-9]*|0*) echo "N=$(N): expected a number of ranks from 1" >&2; exit 2;; esac
 	$(MPIRUN) -n $(N) $(PY) -m lamport_numba demo
 
 test: lint ## lint, then every test that needs no GPU

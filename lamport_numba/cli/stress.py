@@ -132,7 +132,7 @@ def summary(outcome: Outcome, plan: Options, device: str) -> str:
         f"world       {outcome.world} rank{'s' * (outcome.world != 1)}, transport {outcome.transport}, {how}",
         f"calls       {min(outcome.checked):,} of {plan.calls:,}, {sizes.text(low)} to {sizes.text(high)} a rank, "
         f"seed {plan.seed}, {outcome.seconds:.1f} s, {rate:,.0f} a second",
-        f"mismatches  {sum(outcome.bad_words):,} words in {max(outcome.bad_calls):,} calls",
+        f"mismatches  {sum(outcome.bad_words):,} words on all ranks, in {max(outcome.bad_calls):,} calls of one",
     ]
     found = outcome.first_mismatch()
     if found is not None:
