@@ -7,13 +7,15 @@ emulated one.
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
@@ -91,6 +93,16 @@ class Driver:
         """Raise DriverError if ``answer`` of ``name`` is not success: for callers that hold the function itself."""
         if answer[0] != 0:
             raise self.error(name, answer[0])
+
+    def capture_query(self) -> Callable[[int], bool]:
+        """A function for hot paths: whether a stream may be being captured into a graph."""
+        if self.kind == "cuda":
+            return _libcuda_captures()
+        return self._captures
+
+    def _captures(self, stream: int) -> bool:
+        code, status = self.api.cuStreamIsCapturing(stream)
+        return bool(code or status != structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     def error(self, name: str, code: int, detail: str | None = None) -> DriverError:
         """The exception for ``code`` from call ``name``, with this driver's or this thread's rank."""
@@ -272,6 +284,19 @@ class _Relaxed:
 
     def __exit__(self, *passing: object) -> None:
         self._driver.call("cuThreadExchangeStreamCaptureMode", self._former)
+
+
+@cache
+def _libcuda_captures() -> Callable[[int], bool]:
+    """Through ctypes: the binding makes objects of the handle and of the answer, which takes 2 us on a slow host."""
+    ask = ctypes.PyDLL("libcuda.so.1").cuStreamIsCapturing
+    ask.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+
+    def captures(stream: int) -> bool:
+        status = ctypes.c_int()
+        return bool(ask(stream, ctypes.byref(status)) or status.value)
+
+    return captures
 
 
 def why_not_cuda() -> str | None:

@@ -153,7 +153,7 @@ def main() -> int:
         for rank, found in enumerate(everybody):
             if found:
                 print(f"rank {rank}: grew: {found}")
-        print("NOT WELL: something grew" if any(everybody) else "well: no wrong word, and nothing grew beyond its bound")
+        print("NOT WELL: something grew" if any(everybody) else "well: no wrong word, and nothing grew too far")
     return int(any(everybody))
 
 

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from helpers.scripted_driver import SUCCESS, ScriptedApi, scripted
@@ -303,3 +304,18 @@ def test_the_emulated_device_needs_no_context_left_behind():
     drv, api = scripted("emulated")
     drv.settle(1)
     assert api.context == 0
+
+
+@pytest.mark.parametrize(("answer", "status", "captures"), [(0, 0, False), (0, 1, True), (0, 2, True), (400, 0, True)])
+def test_libcuda_itself_is_asked_for_a_capture(monkeypatch, answer, status, captures):
+    def ask(stream, into):
+        assert stream == 0x1234
+        into._obj.value = status
+        return answer
+
+    monkeypatch.setattr(driver.ctypes, "PyDLL", lambda name: SimpleNamespace(cuStreamIsCapturing=ask))
+    driver._libcuda_captures.cache_clear()
+    try:
+        assert driver.Driver("cuda", structs).capture_query()(0x1234) == captures
+    finally:
+        driver._libcuda_captures.cache_clear()

@@ -38,7 +38,6 @@ __all__ = ["AllGather", "PreparedCall"]
 
 log = logging.getLogger("lamport_numba")
 
-_NOT_CAPTURED: Final = structs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _REMEMBERED: Final = 8  # calls whose buffers are held, so that the same call again finds itself packed
 _ALARMS: Final = 1024  # words in host memory, one for each reset, so that kernels of before it are told apart
 _GRACE: Final = 0.05  # seconds between two looks at the reports: other ranks may be about to report
@@ -173,6 +172,7 @@ class AllGather:
         self._asked = arguments.transport
         self._remembered: dict[tuple[int, int, Any], PreparedCall] = {}
         self._enter, self._leave = self._drv.enter, self._drv.leave
+        self._may_capture = self._drv.capture_query()
         self._remains = Remains(self._drv, self.device)
         with self._comm.step("make the device's context current"):
             self._drv.settle(self.device)
@@ -311,8 +311,7 @@ class AllGather:
 
     def _watch(self, call: PreparedCall) -> None:
         """A remembered call was made again: into a graph this time?"""
-        code, status = self._drv.api.cuStreamIsCapturing(call.stream)
-        if code or status != _NOT_CAPTURED:
+        if self._may_capture(call.stream):
             self._hold_captured(call)
 
     def _captures(self, stream: int) -> bool:

@@ -75,7 +75,7 @@ def refuse_in_a_graph(comm: Any) -> dict[str, Any]:
         with graph(stream, queue) as launch:
             launch()
             synchronise(stream)
-    return reported(comm, gather)
+        return reported(comm, gather)  # the stream lives until the all-gather is closed
 
 
 def time_out(comm: Any) -> dict[str, Any]:
