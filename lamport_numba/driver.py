@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -97,7 +97,8 @@ class Driver:
     def capture_query(self) -> Callable[[int], bool]:
         """A function for hot paths: whether a stream may be being captured into a graph."""
         if self.kind == "cuda":
-            return _libcuda_captures()
+            with suppress(OSError):  # the binding has found it elsewhere
+                return _libcuda_captures()
         return self._captures
 
     def _captures(self, stream: int) -> bool:
@@ -288,7 +289,7 @@ class _Relaxed:
 
 @cache
 def _libcuda_captures() -> Callable[[int], bool]:
-    """Through ctypes: the binding makes objects of the handle and of the answer, which takes 2 us on a slow host."""
+    """Through ctypes: the binding makes objects of the handle and of the answer, which took 2 us a call."""
     ask = ctypes.PyDLL("libcuda.so.1").cuStreamIsCapturing
     ask.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 

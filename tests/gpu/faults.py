@@ -61,7 +61,7 @@ def raises(function: Any, kind: str, ranks: int, env: dict[str, str]) -> dict[st
     try:
         said = mpirun.run(function, ranks, timeout=90, env=env)
     except mpirun.RanksFailed as error:
-        return {**what, "well": False, "said": str(error)[-2000:]}
+        return {**what, "well": False, "said": str(error)[:4000]}
     return {**what, "well": said == [said[0]] * ranks and said[0]["type"] == kind, "said": said[0]}
 
 
